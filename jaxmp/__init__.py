@@ -76,7 +76,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Where names that were at the root are now.
+# The modules of names that used to be at the root.
 _MOVED = {
     "jaxmp.loss_scaling": (
         "LossScaleState check_not_stuck loss_scale scale_loss skipped_count step_was_finite unscale"

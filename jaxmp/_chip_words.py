@@ -7,13 +7,13 @@ from jaxmp.dtypes import did_you_mean, plain_name
 
 
 def word_at_chip(text: str, word: str) -> str | None:
-    """Reads ``WORD`` or ``WORD@CHIP``, which says for which chip a policy's word is meant.
+    """Reads ``WORD`` or ``WORD@CHIP``: a word of a policy, and the chip that it is meant for.
 
     Returns:
-      It, as a policy keeps it; None if it is another word.
+      The text as a policy keeps it; None if it has another word.
 
     Raises:
-      ValueError: if it names no chip of our tables.
+      ValueError: if the chip is not in jaxmp's tables.
 
     Example:
       >>> word_at_chip("Fused@gpu-h100", "fused"), word_at_chip("float8", "auto")
@@ -31,7 +31,7 @@ def word_at_chip(text: str, word: str) -> str | None:
 
 
 def chip_in(words: str) -> str:
-    """The chip that ``WORD@CHIP`` names; empty for the default device's.
+    """Returns the chip that ``WORD@CHIP`` names; empty for that of the default device.
 
     Example:
       >>> chip_in("auto@tpu-v5e"), chip_in("auto")

@@ -1,4 +1,4 @@
-"""What ``module:function`` on a command line names, and what is wrong with it if it does not."""
+"""Loading ``module:function`` of a command line, with errors that say what is wrong with it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TAKES = "a function without arguments that returns (fn, args)"
 
 
 def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and arguments that ``module:function`` returns.
+    """Returns the function and arguments that ``module:function`` returns.
 
     Raises:
-      ValueError: if there is no such function. What its module raises when it is imported, and
-        the function when it is called, is not caught.
+      ValueError: if there is no such function. Errors of its module when it is imported, and of
+        the function when it is called, are not caught.
       TypeError: if it takes arguments, or does not return ``(fn, args)``.
     """
     return _made_by(attribute_of(spec, TAKES), spec, spec.partition(":")[2])
 
 
 def attribute_of(spec: str, what: str) -> Any:
-    """What ``module:function`` names.
+    """Imports the attribute that ``module:function`` names.
 
     Raises:
-      ValueError: if there is no such thing; it says `what` is wanted.
+      ValueError: if there is none; the message says that `what` is wanted.
     """
     name, _, attribute = spec.partition(":")
     as_module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
@@ -55,7 +55,7 @@ def attribute_of(spec: str, what: str) -> Any:
 
 
 def _made_by(make: Any, spec: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What a factory returns, a function and its arguments."""
+    """Calls a factory; returns its result, checked: a function and its arguments."""
     if not callable(make):
         raise TypeError(f"{spec} is {_kind(make)}; name {TAKES}")
     try:
@@ -84,7 +84,7 @@ def _made_by(make: Any, spec: str, name: str) -> tuple[Callable[..., Any], tuple
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in words."""
+    """Describes a value in words."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     if inspect.isroutine(value):

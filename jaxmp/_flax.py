@@ -1,7 +1,7 @@
-"""What Flax's documentation does not promise: read here alone.
+"""Attributes and functions that Flax does not document; no other module reads them there.
 
-Each is named by a row of ``tests/_jaxprs/test_compat.py``; ``tests/project/test_package.py`` finds
-what is read elsewhere.
+Each is named by a row of ``tests/_jaxprs/test_compat.py``; ``tests/project/test_package.py`` fails
+where others use them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Function = Callable[..., Any]
 
 
 def lifted_class(transform: Callable[[Function], Function], cls: type, names: Iterable[str]) -> Any:
-    """The subclass of a module class whose methods of these names are lifted: run on scopes."""
+    """Returns the subclass of a module class whose named methods are lifted, to run on scopes."""
     return transforms.module_class_lift_transform(transform, cls, methods=list(names))
 
 
 def lifted_scopes(inner: Function) -> Function:
-    """A function of Flax scopes, given one of what is in them; every variable goes in and out.
+    """Lifts a function of the contents of Flax scopes; every variable goes in and out.
 
     Args:
-      inner: takes what makes scopes of variables and random keys, what makes variables of scopes,
-        both for all scopes, and the arguments.
+      inner: takes a function from variables and random keys to scopes, one from scopes to
+        variables, the variables and the random keys of all scopes, and the arguments.
     """
     everything: tuple[bool, ...] = (True,)
     packed: Function = lift.pack(
@@ -57,12 +57,12 @@ def lifted_scopes(inner: Function) -> Function:
 
 
 def key_counters(scopes: Any) -> list[dict[Any, Any]]:
-    """How many random keys were drawn from each scope and in it; shared with scopes around."""
+    """Returns each scope's counters of the random keys drawn in it, which outer scopes share."""
     return [scope.rng_counters for scope in jax.tree.leaves(scopes)]
 
 
 def is_managed(method: Any) -> bool:
-    """Whether a method of a module is wrapped by Flax: not by `nn.nowrap`, no property."""
+    """Returns whether Flax wraps a method of a module: not `nn.nowrap`'s, nor a property."""
     return hasattr(method, "method_handler_wrapped")
 
 
@@ -70,7 +70,7 @@ def is_managed(method: Any) -> bool:
 
 
 def is_registered(cls: type) -> bool:
-    """Whether a class of NNX modules is a pytree: not so with ``pytree=False``."""
+    """Returns whether a class of NNX modules is a pytree: not with ``pytree=False``."""
     return bool(getattr(cls, "_pytree__is_pytree", True))
 
 
@@ -78,5 +78,5 @@ def is_registered(cls: type) -> bool:
 
 
 def is_pytree_node(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field of a `flax.struct` class holds leaves, and is not part of the structure."""
+    """Returns whether a field of a `flax.struct` class holds leaves, and is not static."""
     return bool(field.metadata.get("pytree_node", True))

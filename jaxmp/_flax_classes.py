@@ -1,4 +1,4 @@
-"""Subclasses with other methods, which are their class to all else: kept, named and pickled so."""
+"""Subclasses with other methods that pass for their class: when cached, named and pickled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import flax.linen as nn
 
 
 def one_per_key(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make(cls, *key)`, which makes a class, called once per class and key while that lives.
+    """Caches `make(cls, *key)`, which makes a class, per class and key while that lives.
 
-    Nothing is kept: a class that was defined in a function can be collected after it.
+    The cache is weak: a class that was defined in a function can be collected after it.
     """
     made: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, Any]]
     made = weakref.WeakKeyDictionary()
@@ -34,18 +34,18 @@ def one_per_key(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def public(cls: type) -> Iterator[str]:
-    """The names of a class that are called from outside, `__call__` included."""
+    """Yields the public names of a class, `__call__` included."""
     return (name for name in dir(cls) if name == "__call__" or not name.startswith("_"))
 
 
 def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> Any:
-    """A subclass that to Flax, and to who prints it, is the class itself.
+    """Makes a subclass that to Flax, and when printed, is the class itself.
 
     Args:
-      made: what it, and an instance of it, is pickled as: a function, and the class and all else
-        that this function makes the subclass from.
+      made: the form in which it and its instances are pickled: a function, and its arguments, of
+        which it makes the subclass, the class first.
       members: its methods, and the `_jaxmp_policy` that it is wrapped under, if it is.
-      options: of the class statement.
+      options: keywords of the class statement.
     """
     cls: Any = made[1]
     meta: Any = type(cls)
@@ -70,14 +70,14 @@ def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> 
 
 @functools.cache
 def _metaclass(meta: Any) -> Any:
-    """A metaclass whose classes pickle as what they were made from: their name is another's."""
+    """Returns a metaclass whose classes pickle as what they were made from, and not by name."""
     pickled = type(meta.__name__, (meta,), {"__module__": meta.__module__})
     copyreg.pickle(pickled, lambda cls: (cls._jaxmp_made[0], cls._jaxmp_made[1:]))
     return pickled
 
 
 def _new(made: tuple[Any, ...], *args: Any) -> Any:
-    """A module without attributes, for them to be unpickled into."""
+    """Returns a module without attributes, for them to be unpickled into."""
     make, *key = made
     cls = make(*key)
     return cls.__new__(cls, *args)

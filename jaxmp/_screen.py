@@ -1,6 +1,6 @@
-"""How reports are written: as text that fits a screen, tables in Markdown, and data for JSON.
+"""The formatting of reports: text that fits a screen, tables in Markdown, and data for JSON.
 
-On a screen, rows that differ in the number of a layer are one, and cells are cut.
+On a screen, rows that differ in the number of a layer are merged, and cells are cut.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 LINES, COLUMNS = 40, 120
 NUMBER = re.compile(r"(\d+)")
-# In prose digits are sizes and dtypes, too: ``Block_3``, ``layers/3``, ``['layers'][3]``.
+# Of layers in prose, as sizes and dtypes have digits too: ``Block_3``, ``h/3``, ``['layers'][3]``.
 OF_LAYER = re.compile(r"((?<=[_/])\d+|(?<=\]\[)\d+)")
-# How wide the first column is: of labels, and of headings.
+# The widths of the first column: of labels, and of headings.
 _LABEL, _HEADING = 25, 14
 
 
@@ -36,12 +36,12 @@ def merged(
 
     Args:
       rows: the rows.
-      key: what else must be equal.
-      path: the path of a row.
-      numbers: which numbers in it may differ; by default all.
+      key: returns what must be equal as well.
+      path: returns the path of a row.
+      numbers: the numbers in it that may differ; by default all.
 
     Returns:
-      Of each group the paths in one, and its rows.
+      For each group its paths merged into one, and its rows.
 
     Example:
       >>> merged(["h_0/q", "h_1/q", "out"], key=len, path=str)
@@ -54,10 +54,10 @@ def merged(
 
 
 def one_a_place(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines about places, as one where only the numbers of modules differ: as the first of them.
+    """Merges lines about places that differ only in the numbers of modules, into the first one.
 
     Args:
-      lines: each place, and the line, which has it somewhere in it.
+      lines: pairs of a place and a line that contains it.
 
     Example:
       >>> one_a_place([("in h_1", "0.5 lost: in h_1"), ("in h_0", "0.4 lost: in h_0")])
@@ -68,7 +68,7 @@ def one_a_place(lines: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def of_any_layer(text: str) -> str:
-    """A sentence without the numbers of layers in it, to compare it with others.
+    """Replaces the numbers of layers in a sentence, to compare it with others.
 
     Example:
       >>> of_any_layer("['Block_3']['kernel'] is float32[8]")
@@ -83,7 +83,7 @@ def _in_one(paths: Sequence[str], numbers: re.Pattern[str]) -> str:
 
 
 def common(texts: Sequence[str], numbers: re.Pattern[str] = OF_LAYER) -> str:
-    """Sentences that are one `of_any_layer`, in one: ``*`` for the numbers that differ."""
+    """Merges sentences that are equal `of_any_layer`: ``*`` for the numbers that differ."""
     split = [numbers.split(text) for text in texts]
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
 
@@ -91,12 +91,12 @@ def common(texts: Sequence[str], numbers: re.Pattern[str] = OF_LAYER) -> str:
 def table(
     rows: Sequence[Sequence[str]], widest: int = sys.maxsize, right: Collection[int] = ()
 ) -> str:
-    """Rows as lines, in columns that line up, but for cells wider than `widest`.
+    """Formats rows as lines, in columns that line up, but for cells wider than `widest`.
 
     Args:
       rows: the cells.
-      widest: how wide a column is at most.
-      right: which columns are aligned at their right.
+      widest: the largest width of a column.
+      right: the columns that are right-aligned.
 
     Example:
       >>> table([("a", "size"), ("bcd", "7")], right=[1]).splitlines()
@@ -113,7 +113,7 @@ def table(
 
 
 def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """The lines of a table in Markdown, whose first row is its head.
+    """Formats rows as the lines of a table in Markdown, whose first row is its head.
 
     Example:
       >>> markdown([("a", "size"), ("bcd", "7")], right=[1])
@@ -125,19 +125,19 @@ def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> l
 
 
 def tail(text: str, width: int) -> str:
-    """The end of a path that is too long: the module itself says more than those around it."""
+    """Cuts off the start of a path that is too long: the module itself says the most."""
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def cut(line: str) -> str:
-    """A line that is not wider than the screen."""
+    """Cuts a line to the width of the screen."""
     return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
 
 
 def wrapped(
     text: str, indent: int = 0, *, hanging: int | None = None, width: int = COLUMNS
 ) -> list[str]:
-    """A sentence in lines that are not wider than the screen."""
+    """Wraps a sentence into lines that fit the screen."""
     return textwrap.wrap(
         text,
         width,
@@ -148,12 +148,12 @@ def wrapped(
 
 
 def labeled(label: str, text: str) -> list[str]:
-    """What a label in the first column is of."""
+    """Formats a text with a label in the first column."""
     return wrapped(f"{label:{_LABEL - 1}s} {text}", hanging=_LABEL)
 
 
 def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
-    """Lines with a heading before the first, wrapped; how many more there are in place of the rest.
+    """Formats lines, wrapped, with a heading before the first; counts those beyond the limit.
 
     Example:
       >>> listed("lost", ["a", "b", "c"], limit=2)
@@ -171,7 +171,7 @@ def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
 
 
 def fitted(blocks: Sequence[Sequence[str]], room: int, what: str) -> list[str]:
-    """The first blocks of lines that fit in some lines, and how many others there are.
+    """Returns the first blocks of lines that fit in `room` lines, and a count of the others.
 
     Example:
       >>> fitted([["a", "b"], ["c"], ["d"]], 3, "letter")
@@ -187,7 +187,7 @@ def fitted(blocks: Sequence[Sequence[str]], room: int, what: str) -> list[str]:
 
 
 def si(number: float) -> str:
-    """A number with a prefix, for a unit to follow.
+    """Formats a number with an SI prefix, for a unit to follow.
 
     Example:
       >>> si(1_234_567) + "B"
@@ -201,12 +201,12 @@ def si(number: float) -> str:
 
 
 def by_dtype(sizes: dict[str, int]) -> str:
-    """Bytes by dtype, in words."""
+    """Formats bytes by dtype, in words."""
     return ", ".join(f"{si(size)}B {dtype}" for dtype, size in sizes.items())
 
 
 def counted(number: float, noun: str) -> str:
-    """A number of things, in words.
+    """Formats a number of things, in words.
 
     Example:
       >>> counted(1, "place"), counted(2, "place")
@@ -216,7 +216,7 @@ def counted(number: float, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Data as JSON has it: arrays as lists, and None for a number that is not finite."""
+    """Converts data to JSON's types: arrays to lists, and numbers that are not finite to None."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         value = np.asarray(value).tolist()
     if isinstance(value, dict):

@@ -1,23 +1,23 @@
-"""What to keep for the backward pass: policies for `jax.checkpoint`, `nn.remat` and `nnx.remat`.
+"""Policies for `jax.checkpoint`, `nn.remat` and `nnx.remat`: what to save for the backward pass.
 
-Both keep what is dear to compute again, and compute again what is cheap: float32 copies, casts,
-activation functions, masks, dropout's random bits, what a normalization or a softmax makes of its
-statistics. In mixed precision that is most of what is kept, since it is in float32.
+Both save values that are expensive to compute, and rematerialize cheap ones: float32 copies, casts,
+activation functions, masks, dropout's random bits, the results of a normalization or a softmax,
+given its statistics. In mixed precision these are most of the residuals, since they are float32.
 
-`products` keeps what matmuls and convolutions return, whichever dtype they multiply in, and
+`products` saves the results of matmuls and convolutions, whichever dtype they multiply in, and
 
-* the statistics of rows: sums and maxima much smaller than what they are of;
+* the statistics of rows: sums and maxima that are much smaller than the rows;
 * the masks of dropout, one byte per element in place of the four of its random bits;
-* whatever is not known to be cheap: what a kernel, a callback, a collective or a solver returned,
-  sorted and cumulative values. But no complex values: `jax.checkpoint` cannot keep them.
+* whatever is not known to be cheap: the results of a kernel, a callback, a collective or a solver,
+  sorted and cumulative values. But no complex values: `jax.checkpoint` cannot save them.
 
-`long_products` keeps the same, but not what products over a short axis made larger than their
-operands: the scores of attention, contracted over the size of a head. They are the largest arrays
-of a transformer, and are multiplied again for a few percent of its FLOPs. It is what
-``residuals=recompute`` in a `jaxmp.Policy` goes by.
+`long_products` saves the same, but not the results of products over a short axis that are larger
+than their operands: the scores of attention, contracted over the size of a head. They are the
+largest arrays of a transformer, and multiplying them again takes a few percent of its FLOPs. It is
+the policy of ``residuals=recompute`` in a `jaxmp.Policy`.
 
-Without `prevent_cse=False`: the compiler would find that what is computed again was computed
-before, and keep it.
+Use them without `prevent_cse=False`: the compiler would find that a rematerialized value was
+computed before, and save that.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxmp
@@ -46,28 +46,28 @@ from jaxmp._jaxprs.walk import equations
 
 __all__ = ["long_products", "products"]
 
-# Rematerialized: JAX's primitives, and our own barrier. All others are kept.
+# Rematerialized: JAX's primitives, and our own barrier. All others are saved.
 _CHEAP = flagged(Flag.CHEAP) | {no_excess_precision_p.name}
 
-# Of the rows of an array. Kept where they are much smaller than it, else computed again.
+# Of the rows of an array. Saved where they are much smaller than it, else rematerialized.
 _STATISTICS = flagged(Flag.STATISTIC)
 _MUCH_SMALLER = 8
 
-# An axis at most so long is short: the largest head of attention in use. Contracted again, an
-# element of the result costs fewer FLOPs than an accelerator does while it writes and reads it.
+# The longest axis that is short: the largest head of attention in use. Contracting it again takes
+# fewer FLOPs per element of the result than an accelerator does while it writes and reads that.
 _SHORT = 256
 
 
 def products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """Keeps what products returned and the statistics of rows; see the module.
+    """Saves the results of products and the statistics of rows; see the module.
 
     Args:
-      primitive: what computes a value.
+      primitive: the primitive that computes a value.
       *avals: the types of its operands.
       **params: its parameters.
 
     Returns:
-      Whether the value is kept for the backward pass.
+      Whether the value is saved for the backward pass.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -77,7 +77,7 @@ def products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
       >>> float(jax.grad(kept)(jnp.ones((2, 3)), jnp.zeros((3, 4)))[0, 0])
       0.0
 
-    Source: `jax.checkpoint_policies.dots_saveable`, which keeps the products alone.
+    Source: `jax.checkpoint_policies.dots_saveable`, which saves the products alone.
     """
     name = primitive.name
     if any(map(_is_complex, avals)):
@@ -93,18 +93,18 @@ def products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
 
 
 def long_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """Keeps what `products` does, without the scores of attention; see the module.
+    """Saves the same as `products`, without the scores of attention; see the module.
 
-    Those are what a product with a batch axis, such as the heads, made by contracting an axis of at
-    most 256 into more elements than both its operands have.
+    Those are the result of a product with a batch axis, such as the heads, that contracts an axis
+    of at most 256 into more elements than both its operands have.
 
     Args:
-      primitive: what computes a value.
+      primitive: the primitive that computes a value.
       *avals: the types of its operands.
       **params: its parameters.
 
     Returns:
-      Whether the value is kept for the backward pass.
+      Whether the value is saved for the backward pass.
 
     Example:
       >>> import flax.linen as nn, jaxmp
@@ -120,11 +120,11 @@ def long_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
 
 
 def _is_short(avals: Any, params: Any) -> bool:
-    """Whether a product contracts a short axis, in batches, into more than it reads."""
+    """Returns whether a product contracts a short axis, in batches, into more than it reads."""
     (contracted, _), (batch, _) = dot_axes(params)
     left, right = (aval.shape for aval in avals[:2])
     if not batch or not all(isinstance(size, int) for size in (*left, *right)):
-        return False  # of sizes that `jax.export` leaves open nothing is known
+        return False  # the symbolic sizes of `jax.export` are not known
     length = math.prod(left[i] for i in contracted)
     read = math.prod(left) + math.prod(right)
     pairs = math.prod(left) * math.prod(right)
@@ -133,7 +133,7 @@ def _is_short(avals: Any, params: Any) -> bool:
 
 
 def _is_cheap(jaxpr: Any) -> bool:
-    """Whether all in a jaxpr is computed again, or is the statistic of rows."""
+    """Returns whether all in a jaxpr is cheap to rematerialize, or a statistic of rows."""
     for eqn in equations(closed(jaxpr).jaxpr.eqns):
         known = eqn.primitive.name in _CHEAP | _STATISTICS or any(True for _ in inner_jaxprs(eqn))
         if not known and not any(_is_complex(v.aval) for v in eqn.invars):

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Ctrl-C ends it with 130, and a closed pipe, as of ``| head``, with 141.
 
-    A mistake that jaxmp finds is told in one line. What the user's own code raises is not caught.
+    A mistake that jaxmp finds is printed in one line. Errors of the user's code are not caught.
 
     Args:
       argv: the arguments; by default those of the process.
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # of `... | head`: what is left is for nobody
+    except BrokenPipeError:  # of `... | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list_commands(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
-    """What a call without a command does."""
+    """Prints the help, for a call without a command."""
     parser.print_help(sys.stderr)
     return 2
 
@@ -301,7 +301,7 @@ def _audit(args: argparse.Namespace) -> int:
     fn, arguments = load(args.function)
     report = audit(fn, args.policy, target=args.target)(*arguments)
     print(json.dumps(report.to_dict()) if args.json else report.to_text(verbose=args.all))
-    failed = {OVERRULED, *args.fail_on}  # of another policy than the one asked for: no answer
+    failed = {OVERRULED, *args.fail_on}  # OVERRULED: the audit is of another policy
     return int(any(finding.kind in failed for finding in report.findings))
 
 
@@ -324,8 +324,8 @@ def _preflight(args: argparse.Namespace) -> int:
         print(json.dumps(table.to_dict()) if args.json else table)
         return 0
     if not getattr(jax.config, "jax_platforms", None):
-        # Nothing runs here. JAX would look for each accelerator that it has a plugin of, and print
-        # a traceback for each that is not there.
+        # Nothing runs here. JAX would look for each accelerator that it has a plugin for, and print
+        # a traceback for each that is missing.
         jax.config.update("jax_platforms", "cpu")
     fn, arguments = load(args.function)
     with _progress() as progress:
@@ -371,7 +371,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What says what is being done: lines on stderr, in a terminal with rich next to a spinner."""
+    """Yields a function that prints progress on stderr; in a terminal with rich, with a spinner."""
 
     def line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -415,7 +415,7 @@ def _devices(args: argparse.Namespace) -> int:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether jaxmp itself raised it, with none of the user's code, or JAX's, on the way.
+    """Returns whether jaxmp itself raised an error, with no frame of the user's code or JAX's.
 
     JAX leaves a note where it removes its own frames from a traceback.
     """

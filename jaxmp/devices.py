@@ -1,4 +1,4 @@
-"""What accelerators multiply natively, hold and move: this machine's, and others.
+"""Native dtypes, memory and bandwidth of accelerators: this machine's, and others.
 
 Example:
   >>> import jaxmp
@@ -19,7 +19,7 @@ import jax
 
 __all__ = ["Device", "chips", "describe"]
 
-# What JAX calls a TPU (`device.device_kind`) → what we do.
+# JAX's name of a TPU (`device.device_kind`) → jaxmp's.
 _TPU_KINDS = {
     "TPU v4": "tpu-v4",
     "TPU v5 lite": "tpu-v5e",
@@ -34,7 +34,7 @@ class Device:
     """A device as its maker documents it.
 
     Attributes:
-      kind: what JAX calls it.
+      kind: JAX's name of it.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       chip: its name in jaxmp's tables, or None if it is not in them.
       hbm_bytes: its memory, or None if unknown.
@@ -79,7 +79,7 @@ def describe(device: Any = None) -> Device:
 
 
 def chips() -> dict[str, Any]:
-    """The table of chips, as `jaxmp/_chips/chips.toml` has it: a copy, the caller's own.
+    """Returns the table of chips, as in `jaxmp/_chips/chips.toml`: a copy, the caller's own.
 
     Example:
       >>> chips()["tpu-v5e"]["tflops"]["bfloat16"]
@@ -95,7 +95,7 @@ def _table() -> dict[str, Any]:
 
 
 def kind_of(chip: str) -> str:
-    """What JAX calls a chip whose name is in our tables.
+    """Returns JAX's name of a chip in jaxmp's tables.
 
     Example:
       >>> kind_of("tpu-v5e"), kind_of("gpu-h100")

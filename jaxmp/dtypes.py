@@ -1,4 +1,4 @@
-"""Names of floating dtypes, and which half-precision format a device multiplies natively.
+"""Names of floating dtypes, and the half-precision format that a device multiplies natively.
 
 Example:
   >>> parse_dtype("bf16") is jnp.bfloat16
@@ -153,7 +153,7 @@ def plain_name(name: str) -> str:
 
 
 def is_dtype_name(name: str) -> bool:
-    """Whether JAX knows a dtype by this name, be it one that policies take or not.
+    """Returns whether JAX has a dtype of this name, whether or not policies take it.
 
     Example:
       >>> is_dtype_name("bf16"), is_dtype_name("complex64"), is_dtype_name("mixed_bfloat16")
@@ -204,9 +204,9 @@ def half_dtype(device: Any = None) -> Any:
 
 
 def multiplies_natively(dtype: DTypeLike, device: Any = None) -> bool:
-    """Whether a device multiplies a 16-bit dtype as it is, rather than through float32.
+    """Returns whether a device multiplies a 16-bit dtype natively, rather than through float32.
 
-    A CPU counts as native in both, as it serves to try out what runs elsewhere. A TPU multiplies
+    A CPU counts as native in both, as it serves to try out programs. A TPU multiplies
     bfloat16 only, and every GPU float16; for bfloat16 on GPUs see `half_dtype`.
 
     Args:
@@ -224,7 +224,7 @@ def multiplies_natively(dtype: DTypeLike, device: Any = None) -> bool:
 
 
 def default_device() -> Any:
-    """The device that `jax.default_device` names, else the first local one.
+    """Returns the device that `jax.default_device` names, else the first local one.
 
     Example:
       >>> default_device() in jax.local_devices()
@@ -235,7 +235,7 @@ def default_device() -> Any:
 
 
 def compute_capability(device: Any) -> tuple[int, int] | None:
-    """The device's CUDA compute capability; None where it has none ("gfx90a", other platforms).
+    """Returns the CUDA compute capability; None if there is none ("gfx90a", other platforms).
 
     Example:
       >>> compute_capability(jax.local_devices(backend="cpu")[0])
@@ -247,7 +247,7 @@ def compute_capability(device: Any) -> tuple[int, int] | None:
 
 
 def _scalar_type(value: Any) -> type | None:
-    """The NumPy scalar type behind a dtype object or scalar type; None if `value` is neither."""
+    """Returns the NumPy scalar type of a dtype or scalar type; None if `value` is neither."""
     if isinstance(value, np.dtype):
         return value.type
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Number formats: what policies, recipes and stored weights call them, and what they can hold."""
+"""Number formats: their names in policies, recipes and stored weights, and their limits."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Format(NamedTuple):
 
     @property
     def fraction_bits(self) -> int:
-        """How many bits of the fraction are stored; 0 for integers."""
+        """The number of bits of the fraction that are stored; 0 for integers."""
         return 0 if self.integer else int(self._info.nmant)
 
     @property
     def step(self) -> float:
-        """The distance of the smallest numbers."""
+        """The distance between the smallest numbers."""
         return 1.0 if self.integer else float(self._info.smallest_subnormal)
 
     @property

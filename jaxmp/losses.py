@@ -35,7 +35,7 @@ from jaxmp.policy import get_policy
 __all__ = ["linear_cross_entropy"]
 
 _FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
-# Below, in bytes of float32, all logits are one chunk: a loop would cost more than they do.
+# Up to so many bytes of float32, all logits are one chunk: a loop would cost more than they do.
 _SMALL: Final = 2**26
 # How much larger than `x`, in float32, the logits of a chunk are with `chunks="auto"`. It is the
 # same on each device, however tokens are sharded; products of 8,192 columns at 2,048 features.
@@ -62,7 +62,7 @@ def linear_cross_entropy(
     `optax.softmax_cross_entropy_with_integer_labels(x @ table + bias, labels)`.
 
     Under a policy, or of 16-bit `x` and `table`, the products multiply 16 bits in both passes. All
-    else is float32: logits, softmax, sums, and what the products add up; the gradient of the
+    else is float32: logits, softmax, sums, and the sums in products; the gradient of the
     logits is rounded to 16 bits where a product reads it. Second derivatives by `jax.grad` are
     right; forward mode (`jax.jvp`, `jax.hessian`) is refused by JAX.
 
@@ -75,8 +75,8 @@ def linear_cross_entropy(
       table: float[features, vocab]. Of an embedding [vocab, features], give ``embedding.T``.
       labels: int[...], from 0 to vocab - 1. Others make the loss and all gradients NaN, unless
         `where` is False there.
-      bias: float[vocab]. What is -inf has no part in the softmax.
-      chunks: How many. By default as many as make a chunk's logits about four times as large as
+      bias: float[vocab]. Columns where it is -inf have no part in the softmax.
+      chunks: Their number. By default as many as make a chunk's logits about four times as large as
         `x` in float32, or one, if all logits take at most 64 MiB. The table is padded, which copies
         it, where an int does not divide the vocabulary.
       where: bool[...], of the shape of `labels`: which tokens count. Others have a loss of 0, and
@@ -111,7 +111,7 @@ def linear_cross_entropy(
 
     def as_written(x: Any, table: Any, labels: Any, bias: Any, where: Any) -> jax.Array:
         labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-        if where is not None:  # NaN times 0 is NaN: what does not count is not read
+        if where is not None:  # NaN times 0 is NaN: tokens that do not count are not read
             x, labels = jnp.where(where[..., None], x, 0), jnp.where(where, labels, 0)
         local, shards = table.shape[1], 1 if axis_name is None else lax.axis_size(axis_name)
         here = labels - (0 if axis_name is None else local * lax.axis_index(axis_name))
@@ -145,14 +145,14 @@ def linear_cross_entropy(
 
 
 class _Options(NamedTuple):
-    """What is known when a program is traced.
+    """Options that are known at trace time.
 
     Attributes:
       label_smoothing: As it was given, and `soft_cap`.
-      vocab: The size of the vocabulary, and `local`, of what this device has of it.
-      chunks: How many it is split into, and `pieces`, how many there are of each.
+      vocab: The size of the vocabulary, and `local`, that of this device's part of it.
+      chunks: The number of chunks, and `pieces`, the number of pieces of each.
       operands: The dtype that the products multiply.
-      sums: That of logits, and of all else.
+      sums: The dtype of logits, and of all else.
     """
 
     label_smoothing: float
@@ -166,7 +166,7 @@ class _Options(NamedTuple):
 
 
 def _dtypes(x: Any, table: Any) -> tuple[Any, Any]:
-    """Of products' operands, as a policy says where there is one, and of what they add up to."""
+    """Returns the dtypes of products' operands, by the policy if any, and of their sums."""
     dtype, policy = jnp.result_type(x, table), policy_in_force()
     sums = jnp.promote_types(dtype, jnp.float32)
     if policy is None or dtype != governed(policy):
@@ -176,7 +176,7 @@ def _dtypes(x: Any, table: Any) -> tuple[Any, Any]:
 
 
 def _varying_alike(tree: Any) -> Any:
-    """Arrays as varying over the same manual mesh axes, under `jax.shard_map`.
+    """Casts arrays to vary over the same manual mesh axes, under `jax.shard_map`.
 
     The transpose of that is the sum of gradients over devices, in the dtype of the parameter.
     """
@@ -194,7 +194,7 @@ def _varying_alike(tree: Any) -> Any:
 
 
 def _chunk_count(tokens: int, features: int, vocab: int) -> int:
-    """How many chunks to use: a divisor of the vocabulary, if there is one of about that size."""
+    """Returns the number of chunks: a divisor of the vocabulary, if one is near enough."""
     if 4 * tokens * vocab <= _SMALL:
         return 1
     wanted = math.ceil(vocab / (_TIMES_X * max(features, 1)))
@@ -203,7 +203,7 @@ def _chunk_count(tokens: int, features: int, vocab: int) -> int:
 
 
 def _take(array: jax.Array, options: _Options, chunk: jax.Array) -> jax.Array:
-    """A chunk along the last axis."""
+    """Returns a chunk along the last axis."""
     columns = array.shape[-1] // options.chunks
     if options.pieces == 1:  # in one piece, for which no compiler copies the whole
         return lax.dynamic_slice_in_dim(array, chunk * columns, columns, axis=array.ndim - 1)
@@ -214,7 +214,7 @@ def _take(array: jax.Array, options: _Options, chunk: jax.Array) -> jax.Array:
 
 
 def _put(array: jax.Array, options: _Options, chunk: jax.Array, new: jax.Array) -> jax.Array:
-    """The array with a chunk replaced."""
+    """Returns the array with a chunk replaced."""
     new, last = new.astype(array.dtype), array.ndim - 1
     if options.pieces == 1:
         return lax.dynamic_update_slice_in_dim(array, new, chunk * new.shape[-1], axis=last)
@@ -226,18 +226,18 @@ def _put(array: jax.Array, options: _Options, chunk: jax.Array, new: jax.Array) 
 
 
 def _split(array: jax.Array, options: _Options) -> jax.Array:
-    """The last axis as three: pieces of a chunk, chunks, columns of a piece."""
+    """Splits the last axis into three: pieces of a chunk, chunks, columns of a piece."""
     return array.reshape(*array.shape[:-1], options.pieces, options.chunks, -1)
 
 
-# What a loss needs of logits, without them.
+# The statistics that a loss needs of logits, without storing these.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(
     options: _Options, x: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Two sums over the vocabulary, of each token.
+    """Computes two sums over the vocabulary, for each token.
 
     Returns:
       The logarithm of the sum of the logits' exponentials, and the mean of the logits, weighted
@@ -302,7 +302,7 @@ _statistics.defvjp(_forward, _backward)
 def _logits(
     options: _Options, x: jax.Array, table: jax.Array, bias: jax.Array | None, chunk: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """A chunk of logits, and the function from their cotangents to those before the cap."""
+    """Returns a chunk of logits, and a function from their cotangents to those before the cap."""
     columns = _take(table, options, chunk).astype(options.operands)
     logits = _dot(x, columns, [x.ndim - 1], [0], options.sums)
     if bias is not None:
@@ -315,7 +315,7 @@ def _logits(
 
 
 def _dot(lhs: Any, rhs: Any, lhs_axes: Any, rhs_axes: Any, sums: Any, like: Any = None) -> Any:
-    """A product, sharded as what it is a gradient of, where types say how."""
+    """Computes a product, with the explicit sharding, if any, of `like`, whose gradient it is."""
     return lax.dot_general(
         lhs,
         rhs,
@@ -328,14 +328,14 @@ def _dot(lhs: Any, rhs: Any, lhs_axes: Any, rhs_axes: Any, sums: Any, like: Any 
 def _is_label(
     options: _Options, logits: jax.Array, labels: jax.Array, chunk: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Where a chunk has the logits of the labels, and the numbers of its columns."""
+    """Returns where a chunk has the logits of the labels, and the indices of its columns."""
     vocab = logits.shape[-1] * options.chunks
     ids = _take(jnp.arange(vocab, dtype=labels.dtype), options, chunk)
     return labels[..., None] == ids, ids
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """What to subtract in an exponential: where all logits are -inf, it stays 0."""
+    """Clips -inf to a finite number, so that an exponential of -inf minus it is 0, and not NaN."""
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 

@@ -1,4 +1,4 @@
-"""What a program computes, number by number: `capture`, `monitor`, and what reads them.
+"""The values that a program computes: `capture`, `monitor`, and the functions that read these.
 
 Example:
   >>> import jax.numpy as jnp, jaxmp

@@ -20,8 +20,8 @@ def keep_float32(*keys: str | type, policy: PolicyLike) -> PolicyMap:
 
     Args:
       *keys: Path patterns and module classes, as in `PolicyMap`.
-      policy: What the others run under. The keys go before those of a `PolicyMap`. What it says of
-        residuals holds for all.
+      policy: The policy of the others. The keys go before those of a `PolicyMap`. Its `residuals`
+        hold for all.
 
     Example:
       >>> keep_float32("head", "**/router", policy="mixed_bfloat16")

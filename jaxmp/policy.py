@@ -1,6 +1,6 @@
-"""Policies: which dtype parameters, computation and outputs have, as plain data.
+"""Policies: the dtypes of parameters, computation and outputs, as plain data.
 
-A `Policy` is a `jmp.Policy`, so whatever takes one of those (Haiku, for one) takes ours.
+A `Policy` is a `jmp.Policy`, so libraries that take one of those (Haiku, for one) take ours.
 """
 
 from __future__ import annotations
@@ -26,58 +26,58 @@ __all__ = ["Policy", "PolicyLike", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
 
-# Who takes a policy, and no function with arguments.
+# The functions that take a policy, but not a function with arguments.
 _OF_MODULES = ("get_policy", "wrap", "prepare", "PolicyMap", "TrainState.create")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
-    """Says which dtypes a model stores, multiplies in and returns.
+    """The dtypes that a model stores, multiplies in and returns.
 
     Policies are immutable, hashable, comparable and picklable; two are equal when they mean the
     same, however their dtypes were written. `str(policy)` is its name and its other settings,
     as `get_policy` reads it, and `dataclasses.replace` makes a changed copy.
 
     Attributes:
-      param_dtype: What parameters are stored as. float64 makes the policy one about float64 values,
-        which `jaxmp.autocast` then narrows in the place of float32.
-      compute_dtype: What products (matmuls, convolutions) multiply in.
-      output_dtype: What the transformed function returns.
-      softmax_dtype: What the exponential and the division of a softmax run in: float32, or the
+      param_dtype: The dtype that parameters are stored in. Under float64 the policy governs float64
+        values, which `jaxmp.autocast` then narrows in the place of float32.
+      compute_dtype: The dtype that products (matmuls, convolutions) multiply in.
+      output_dtype: The dtype that the transformed function returns.
+      softmax_dtype: The dtype of the exponential and the division of a softmax: float32, or the
         compute dtype, which saves the memory of a float32 copy of every attention matrix. The sum
         is float32 either way.
-      reduce_dtype: What the gradients of float32 parameters leave their products and lookups in,
-        and are added up in where they are sums over devices: float32, or the compute dtype, of
-        which half the bytes cross. On GPUs a convolution's leave it in the compute dtype either
-        way: XLA has no other convolution of 16-bit operands there.
-      reduce_scatter_dtype: What gradients that are added up in float32 cross devices in, where that
-        can be said apart: of what `lax.all_gather` gathers under `jax.shard_map`. The compute dtype
-        halves their bytes, and rounds each device's part once.
-      saturate: What becomes of computed values beyond the range of the compute dtype, which for
+      reduce_dtype: The dtype in which the gradients of float32 parameters leave their products and
+        lookups, and in which they are summed over devices: float32, or the compute dtype, with half
+        the bytes to send. On GPUs a convolution's leave it in the compute dtype either way: XLA has
+        no other convolution of 16-bit operands there.
+      reduce_scatter_dtype: The dtype in which devices send gradients that are summed in float32,
+        where that can be chosen: for arrays that `lax.all_gather` gathers under `jax.shard_map`.
+        The compute dtype halves their bytes, and rounds each device's part once.
+      saturate: Whether to clip computed values beyond the range of the compute dtype, which for
         float16 ends at 65504. False leaves them infinite: the gradients are then not finite, and a
-        loss scaler leaves the step out. True clips them to the largest finite value, where they are
+        loss scaler skips the step. True clips them to the largest finite value, where they are
         narrowed and where a float16 operation returns them, so that the step is made with a result
         that may be wrong; `jaxmp.explain` says where. The gradient ignores the clipping, and
         gradients themselves are not clipped. Infinities that are not an overflow pass: a mask's,
         log(0) and 1/0, but not through a product. (Literals and masks, such as an attention mask's
         -1e9, are clipped either way.)
-      matmul: In which format each of a layer's three products multiplies: a recipe, such as
+      matmul: The format in which each of a layer's three products multiplies: a recipe, such as
         `jaxmp.recipes.float8()`, or its string, such as "float8"; None for the compute dtype.
         "auto" is the recipe that the default device multiplies fast, for the layers for which it is
         estimated to pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it
         took, and why.
-      residuals: What is kept for the backward pass: "save", whatever JAX finds that it reads, or
-        "recompute", what `jaxmp.checkpoint_policies.long_products` keeps: float32 and
-        elementwise values are computed again. That saves memory and takes time: more of it on TPUs,
-        where XLA computes much again by itself. It stands back where the program has a
-        `jax.checkpoint` of its own; one around the transformed function it cannot see, and need not
-        be there. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs.
+      residuals: What is saved for the backward pass: "save", whatever JAX finds that it reads, or
+        "recompute", what `jaxmp.checkpoint_policies.long_products` saves: float32 and
+        elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,
+        where XLA rematerializes much by itself. It has no effect where the program has a
+        `jax.checkpoint` of its own; it cannot see one around the transformed function, which is not
+        needed. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs.
       attention: What computes attention: None, the program's own operations; or "fused", the kernel
         of the default device (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
-        keeps no array of scores; "fused@gpu-h100" is another chip's. It sums in another order
-        and rounds at other places, and has a first derivative, backward, alone. It stands back
+        saves no array of scores; "fused@gpu-h100" is another chip's. It sums in another order
+        and rounds at other places, and has only a first, reverse-mode derivative. It is not used
         where it does not fit, and `jaxmp.explain` and `jaxmp.audit` say where and why. On several
-        TPUs it takes `jax.shard_map(check_vma=False)`: no compiler splits Pallas' kernels.
+        TPUs it needs `jax.shard_map(check_vma=False)`: no compiler splits Pallas' kernels.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_fields.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
@@ -90,8 +90,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         `reduce_dtype` or `reduce_scatter_dtype` is neither float32 nor the compute dtype, `matmul`
         has formats that do not go with the compute dtype, `residuals` is neither "save" nor
         "recompute", `attention` is not "fused" or names no chip, or `ops` names an unknown class.
-      TypeError: If a dtype is neither a name nor a dtype, `saturate` is not a bool, `matmul` is no
-        recipe, or `ops` is not such a mapping.
+      TypeError: If a dtype is neither a name nor a dtype, `saturate` is not a bool, `matmul` is not
+        a recipe, or `ops` is not such a mapping.
 
     Example:
       >>> policy = Policy(compute_dtype="bfloat16", ops={"exp": "follow"})
@@ -160,16 +160,16 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PolicyMap:
-    """Says which policy each module of a model runs under, by its path or its class.
+    """The policy that each module of a model runs under, by its path or its class.
 
     A pattern is a glob over the module path as the parameter tree shows it, matched component by
     component: `"head"`, `"encoder/layers_*/norm*"`. `**` stands for any number of components, none
     included. A key may also be a module class, which matches its instances. A module that several
-    keys match has the policy of the first. What a key matches, it matches with everything inside,
-    except where a key matches a module further inside. All else runs under `default`.
+    keys match has the policy of the first. It holds for everything inside the module, except where
+    a key matches a module further inside. All else runs under `default`.
 
-    Of the policies of modules inside, `compute_dtype` and the refinements count: what the wrapped
-    model returns is in the `output_dtype` of its own policy, and a float32 module hands on float32.
+    Of the policies of modules inside, `compute_dtype` and the refinements count: the wrapped model
+    returns the `output_dtype` of its own policy, and a float32 module passes on float32.
 
     Maps are immutable, hashable and comparable, and picklable if their classes are. `jaxmp.wrap`
     takes them, and raises if a pattern matches no module; paths are relative to the wrapped module.
@@ -227,7 +227,7 @@ class PolicyMap:
 def key_matches(
     key: str | type, path: Sequence[str] | None, module_class: type | None = None
 ) -> bool:
-    """Whether a key of a `PolicyMap` matches the module of a path and a class.
+    """Returns whether a key of a `PolicyMap` matches the module of a path and a class.
 
     Example:
       >>> key_matches("encoder/**", ("encoder", "layers_0", "norm"))
@@ -268,7 +268,7 @@ PolicyLike: TypeAlias = str | jmp.Policy | PolicyMap | DTypeLike
 
 
 def policy_or_default(where: str, spec: PolicyLike | None) -> Policy | PolicyMap:
-    """The policy that `get_policy` reads; None: "mixed_half", and a line of log says which that is.
+    """Returns the policy that `get_policy` reads; for None, "mixed_half", which is then logged.
 
     Example:
       >>> policy_or_default("wrap", "float32")
@@ -284,7 +284,7 @@ def policy_or_default(where: str, spec: PolicyLike | None) -> Policy | PolicyMap
 
 
 def single_policy(where: str, spec: PolicyLike) -> Policy:
-    """The policy that `get_policy` reads, which must not be a map of them.
+    """Returns the policy that `get_policy` reads, which must not be a map of them.
 
     Example:
       >>> single_policy("audit", "float32")
@@ -310,7 +310,7 @@ def get_policy(spec: PolicyLike) -> Policy | PolicyMap:
 
     * a name: "mixed_bfloat16", "mixed_float16" and "mixed_half" (float32 parameters and outputs,
       16-bit compute), or a dtype ("float32", "bf16", "half", …) for parameters, compute and outputs
-      alike. Capitals and hyphens do not matter, and what PyTorch Lightning calls the same is
+      alike. Capitals and hyphens do not matter, and PyTorch Lightning's names for the same are
       understood: "bf16-mixed", "16-mixed", "bf16-true";
     * jmp's form, "p=f32,c=bf16,o=f32" or "params=float32,compute=bfloat16,output=float32", where
       parameters default to float32, compute to the parameters' dtype and output to the compute
@@ -342,7 +342,7 @@ def get_policy(spec: PolicyLike) -> Policy | PolicyMap:
 
 
 def read_policy(where: str, spec: PolicyLike) -> Policy | PolicyMap:
-    """As `get_policy`, for the function that `where` names in messages."""
+    """Reads as `get_policy` does, for the function that `where` names in messages."""
     if isinstance(spec, (Policy, PolicyMap)):
         return cast("Policy | PolicyMap", spec)
     if isinstance(spec, jmp.Policy):

@@ -15,13 +15,13 @@ from jaxmp._chip_words import word_at_chip
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
 from jaxmp.recipes import Recipe, check_goes_with, parse_matmul
 
-# What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
+# The classes that `Policy.ops` may give a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
 
-# What `Policy.residuals` may be.
+# The values of `Policy.residuals`.
 RESIDUALS: Final = ("save", "recompute")
 
-# What `Policy.attention` may be, by itself or with the name of a chip.
+# The value of `Policy.attention`, by itself or with the name of a chip.
 FUSED: Final = "fused"
 
 
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class MalformedError(ValueError):
-    """Says what was expected at a position of a policy string."""
+    """An error at a position of a policy string, which says what was expected there."""
 
     def __init__(self, piece: Piece, expected: object) -> None:
         super().__init__(str(expected).rstrip("."))
@@ -53,11 +53,11 @@ class Field(NamedTuple):
 
     Attributes:
       name: the attribute.
-      keys: what strings call it; the first one is printed.
-      read: takes what a caller gave, and what messages call it; returns what a policy keeps.
+      keys: its names in strings; the first one is printed.
+      read: takes a caller's value, and the field's name in messages; returns what a policy keeps.
       show: returns the text of a kept value that is not the default.
       parse: returns what `read` takes from the text in a string, where that is not the text itself.
-      check: takes a kept value, the name of the compute dtype and what messages call the field;
+      check: takes a kept value, the name of the compute dtype and the field's name in messages;
         raises if the two do not go together.
     """
 
@@ -125,7 +125,7 @@ def _read_attention(attention: Any, what: str) -> str | None:
 
 
 def _read_ops(ops: Any, what: str) -> tuple[tuple[str, str], ...]:
-    """The overrides as sorted (primitive name, class) pairs."""
+    """Returns the overrides as sorted (primitive name, class) pairs."""
     if ops is None:
         return ()
     pairs = tuple(ops.items()) if isinstance(ops, Mapping) else ops

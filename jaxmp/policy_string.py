@@ -26,9 +26,9 @@ def _named(param: Any, compute: Any, output: Any, **others: Any) -> dict[str, An
     return {"param_dtype": param, "compute_dtype": compute, "output_dtype": output, **others}
 
 
-# The policies that have a name; a policy that two of them fit has the first one's. What Keras
-# calls its policies, by their compute dtype: parameters and outputs are float32, so that the loss
-# after a "mixed" model is computed in it. A plain dtype name means that dtype throughout.
+# The policies that have a name; a policy that two of them fit has the first one's. As in Keras,
+# "mixed" ones are named by their compute dtype: parameters and outputs are float32, so that the
+# loss is computed in it. A plain dtype name means that dtype throughout.
 _NAMED: Final = {
     "mixed_float8": _named(jnp.float32, jnp.bfloat16, jnp.float32, matmul=float8()),
     "mixed_int8": _named(jnp.float32, jnp.bfloat16, jnp.float32, matmul=int8()),
@@ -37,8 +37,8 @@ _NAMED: Final = {
     **{dtype_name(dtype): _named(dtype, dtype, dtype) for dtype in DTYPE_NAMES},
 }
 
-# What other libraries call the same, as `plain_name` writes it: PyTorch Lightning's "bf16-mixed"
-# and "16-true", people's "mixed_fp16".
+# Other libraries' names for the same, as `plain_name` writes them: PyTorch Lightning's "bf16-mixed"
+# and "16-true"; and the common "mixed_fp16".
 _SYNONYMS: Final = {
     **dict.fromkeys(("mixed_bf16", "bf16_mixed", "bfloat16_mixed"), "mixed_bfloat16"),
     **dict.fromkeys(("mixed_f16", "mixed_fp16", "mixed_16"), "mixed_float16"),
@@ -53,7 +53,7 @@ _SYNONYMS: Final = {
     "64": "float64",
 }
 
-# Names that mean one thing here and another there, and what their users may mean.
+# Names that mean different things in different libraries, and what their users may mean.
 _MIXED_OR_NOT: Final = (
     "say 'mixed_float16' for float32 parameters and float16 computation, 'float16' for float16 "
     "throughout"
@@ -94,7 +94,7 @@ def format_policy(policy: Any) -> str:
 
 
 def parse_policy(spec: str) -> dict[str, Any]:
-    """The fields of the policy that a string describes; see `jaxmp.get_policy` for the grammar.
+    """Returns the fields of the policy that a string describes; `jaxmp.get_policy` has the grammar.
 
     Raises:
       ValueError: If the string names nothing known, or cannot be read; the message says where.

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def precision_lock(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`jaxmp.testing.assert_precision_locked`, of files in the folder of the test's file.
+    """Returns `jaxmp.testing.assert_precision_locked`, for files in the folder of the test's file.
 
     Returns:
       A function of a function, the name of a file, and a policy or none; its result takes the

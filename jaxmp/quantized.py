@@ -1,4 +1,4 @@
-"""`QuantizedArray`: a weight that is stored in few bits, as values and the scales of them.
+"""`QuantizedArray`: a weight that is stored in few bits, as values and their scales.
 
 Example:
   >>> import jaxmp
@@ -35,13 +35,13 @@ class QuantizedArray(AxisMetadata[Any]):
     array again.
 
     To Flax Linen it is a box, as `nn.Partitioned` is: a module that reads the parameter gets the
-    array, dequantized where it is read, also inside `nn.scan`. To JAX's own functions it is no
+    array, dequantized where it is read, also inside `nn.scan`. To JAX's own functions it is not an
     array: `jaxmp.autocast` dequantizes those among the arguments, `jaxmp.dequantize` a whole tree.
 
     Attributes:
       values: int8, int4 or float8_e4m3fn, of the shape of the weight.
       scale: float32, of as many axes.
-      dtype: the dtype of the weight, and of what `dequantize` returns.
+      dtype: the dtype of the weight, and of the result of `dequantize`.
 
     Example:
       >>> import jaxmp
@@ -63,12 +63,12 @@ class QuantizedArray(AxisMetadata[Any]):
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many numbers it stands for."""
+        """The number of elements of the weight."""
         return math.prod(self.shape)
 
     @property
@@ -78,9 +78,10 @@ class QuantizedArray(AxisMetadata[Any]):
         return int(-(-bits // 8))
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """The weight, multiplied in float32 and rounded once: to `dtype`, if that is given.
+        """Returns the weight, multiplied in float32 and rounded once, to `dtype` if it is given.
 
-        A constant to derivatives. Differentiating by its values or scales raises a TypeError.
+        A constant to derivatives: differentiating with respect to its values or scales raises a
+        TypeError.
 
         Example:
           >>> import jaxmp
@@ -91,7 +92,7 @@ class QuantizedArray(AxisMetadata[Any]):
         return array_of(self.constant(), dtype)
 
     def constant(self) -> QuantizedArray:
-        """The same, refusing to be differentiated by: rounding has no derivative."""
+        """Returns the weight, made to raise if differentiated: rounding has no derivative."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in (self.values, self.scale)):
             return self
         with jax.named_scope(EXACTLY):
@@ -100,45 +101,45 @@ class QuantizedArray(AxisMetadata[Any]):
             )
 
     def for_dtype(self, dtype: DTypeLike) -> QuantizedArray:
-        """The same, for a weight of another dtype."""
+        """Returns the same, for a weight of another dtype."""
         return dataclasses.replace(self, dtype=np.dtype(dtype))
 
     def __repr__(self) -> str:
         return f"QuantizedArray({_short(self.values)} for {self.dtype}, scale {_short(self.scale)})"
 
-    # A pytree. What is put together again may be anything: tracers, shardings, None.
+    # A pytree. The leaves that it is rebuilt from may be anything: tracers, shardings, None.
 
     def tree_flatten_with_keys(self) -> tuple[Any, np.dtype[Any]]:
-        """The two leaves and their names; the dtype is part of the structure."""
+        """Returns the two leaves and their names; the dtype is part of the structure."""
         key = jax.tree_util.GetAttrKey
         return ((key("values"), self.values), (key("scale"), self.scale)), self.dtype
 
     def tree_flatten(self) -> tuple[Any, np.dtype[Any]]:
-        """The two leaves; the dtype is part of the structure."""
+        """Returns the two leaves; the dtype is part of the structure."""
         return (self.values, self.scale), self.dtype
 
     @classmethod
     def tree_unflatten(cls, dtype: np.dtype[Any], leaves: Any) -> QuantizedArray:
-        """From what `tree_flatten` gives."""
+        """Rebuilds the weight from the results of `tree_flatten`."""
         values, scale = leaves
         return cls(values, scale, dtype)
 
     # A box of Flax Linen.
 
     def unbox(self) -> jax.Array:
-        """What a module that reads this parameter gets."""
+        """Dequantizes the weight, for a module that reads this parameter."""
         return self.dequantize()
 
     def replace_boxed(self, val: Any) -> Any:
-        """What a module writes in its place: an array, as it is."""
+        """Returns what a module writes in its place, an array, unchanged."""
         return val
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:  # noqa: ARG002
-        """The arrays have the axis already: `nn.scan` and `nn.vmap` stack leaves."""
+        """Returns itself: the leaves have the axis already, stacked by `nn.scan` or `nn.vmap`."""
         return self
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:  # noqa: ARG002
-        """As `add_axis`."""
+        """Returns itself, as `add_axis` does."""
         return self
 
     # Read as an array, where JAX, NumPy and NNX ask an object for one.
@@ -164,7 +165,7 @@ class QuantizedArray(AxisMetadata[Any]):
 
 
 def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Array:
-    """As `QuantizedArray.dequantize`, but derivatives by it are zero.
+    """Dequantizes as `QuantizedArray.dequantize` does, but derivatives with respect to it are zero.
 
     Example:
       >>> import jaxmp
@@ -179,7 +180,7 @@ def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Arra
 
 
 def _constant(x: Any) -> Any:
-    """An array that cannot be differentiated by, if JAX would do so."""
+    """Returns an array that raises when JAX differentiates with respect to it."""
     x = jnp.asarray(x)
     return _undifferentiated(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
@@ -201,7 +202,7 @@ def _refused(primals: Any, _tangents: Any) -> NoReturn:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether something is a `QuantizedArray`: the ``is_leaf`` that keeps them whole.
+    """Returns whether a value is a `QuantizedArray`: the ``is_leaf`` that keeps them whole.
 
     Example:
       >>> import jaxmp
@@ -213,7 +214,7 @@ def is_quantized(x: Any) -> bool:
 
 
 def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A scale for each value: each axis repeats its scales to the size it should have."""
+    """Repeats the scales along each axis, to one for each value."""
     split: list[int] = []
     axes = []
     for groups, size in zip(scale.shape, shape, strict=True):
@@ -228,7 +229,7 @@ def _bits(dtype: Any) -> int:
 
 
 def _short(array: Any) -> str:
-    """``int8[2,3]``, also of tracers and shapes; else what it is."""
+    """Returns ``int8[2,3]`` for arrays, tracers and shapes; else the `repr`."""
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         return repr(array)
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"

@@ -1,4 +1,4 @@
-"""Recipes: in which format each of the three products of a layer multiplies.
+"""Recipes: the format in which each of the three products of a layer multiplies.
 
 A layer multiplies its input by its weights, ``y = x @ w``; its derivative is two more products: one
 for the gradient of the input, ``dx = dy @ w.T``, and one for the gradient of the weights,
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 
-# What products multiply in, by the names that recipes print.
+# The formats that products multiply in, by the names that recipes print.
 FORMATS: Final = {s: ALL_FORMATS[s] for s in ("e4m3", "e5m2", "int8", "bf16", "f16", "f32")}
 _NAMES_OF_FORMATS: Final = {name for fmt in FORMATS.values() for name in fmt.names}
 
-# What shares one scale, of an operand of a product:
+# The part of an operand that shares one scale:
 GRANULARITIES: Final = {
     "tensor": "all of it",
     "row": "what is multiplied with one row or column of the other",
@@ -104,7 +104,7 @@ class Recipe:
         }
 
     def operand_of(self, gradient: str) -> str:
-        """The format of what a gradient in 8 bits is multiplied with: a key of `FORMATS`.
+        """Returns the format that an 8-bit gradient is multiplied with: a key of `FORMATS`.
 
         Example:
           >>> Recipe("bf16", "e5m2", "e5m2").operand_of("e5m2")
@@ -128,7 +128,7 @@ class Recipe:
 
 
 def _refused(short: str, field: str, granularity: str) -> str:
-    """Why a format does not go with a granularity, or ''."""
+    """Returns the reason why a format does not go with a granularity, or ''."""
     if short == "int8" and granularity != "row":
         return (
             f"with granularity {granularity!r}: what one scale covers spans too much for 8 "
@@ -154,7 +154,7 @@ def products(
     *,
     granularity: str = "tensor",
 ) -> Recipe:
-    """A recipe: the format of each of a layer's three products.
+    """Returns a recipe: the format of each of a layer's three products.
 
     Args:
       forward: ``"e4m3"``, ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name of it.
@@ -183,7 +183,7 @@ def products(
 
 
 def float8(gradient: str = "e4m3", *, granularity: str = "tensor") -> Recipe:
-    """Float8 products, e4m3 operands.
+    """Returns the recipe of float8 products, with e4m3 operands.
 
     Args:
       gradient: the format of the gradient that comes in: ``"e4m3"`` or ``"e5m2"``.
@@ -197,7 +197,7 @@ def float8(gradient: str = "e4m3", *, granularity: str = "tensor") -> Recipe:
 
 
 def int8() -> Recipe:
-    """Products of 8-bit integers, with one scale for each row.
+    """Returns the recipe of products of 8-bit integers, with one scale for each row.
 
     Example:
       >>> str(int8())
@@ -207,7 +207,7 @@ def int8() -> Recipe:
 
 
 def mxfp8() -> Recipe:
-    """Microscaling: e4m3, and for every 32 values that are summed a power of two.
+    """Returns the microscaling recipe: e4m3, with a power of two for every 32 summed values.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0 (2023).
 
@@ -219,7 +219,7 @@ def mxfp8() -> Recipe:
 
 
 def blockwise_float8() -> Recipe:
-    """DeepSeek-V3's: e4m3, one scale for 1 x 128 of an activation and 128 x 128 of a weight.
+    """Returns DeepSeek-V3's recipe: e4m3, a scale for 1 x 128 activations and 128 x 128 weights.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3.
 
@@ -240,7 +240,7 @@ _NAMED: Final = {name: recipe for recipe, name in _NAMES.items()}
 
 
 def parse_recipe(text: str) -> Recipe:
-    """The recipe that a string describes: a name, or ``e4m3:e5m2:bf16@row``, the formats in order.
+    """Returns the recipe of a string: a name, or ``e4m3:e5m2:bf16@row``, the formats in order.
 
     Raises:
       ValueError: if it names nothing known, or cannot be read.
@@ -268,12 +268,12 @@ def parse_recipe(text: str) -> Recipe:
     return products(*parts, granularity=granularity or "tensor")
 
 
-# What a policy's `matmul` may be instead of a recipe: the one that the chip multiplies fast.
+# A policy's `matmul` instead of a recipe: the one that the chip multiplies fast.
 AUTO: Final = "auto"
 
 
 def parse_matmul(text: str) -> Recipe | str:
-    """What a string says of a policy's `matmul`: a recipe, or ``auto``, which is kept as it is.
+    """Reads a policy's `matmul` from a string: a recipe, or ``auto``, which is kept as it is.
 
     ``auto`` is the recipe that the default device multiplies fast, for each layer for which it is
     estimated to be faster; ``auto@gpu-h100`` decides for another chip.
@@ -298,7 +298,7 @@ def check_goes_with(matmul: Recipe | str | None, compute: str, what: str = "matm
     Args:
       matmul: a policy's `matmul`; a string is ``auto``.
       compute: the name of its compute dtype.
-      what: what messages call it.
+      what: its name in messages.
 
     Raises:
       ValueError: if it multiplies in 8 bits and computes in 32, says two dtypes forward, or mixes

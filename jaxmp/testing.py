@@ -45,9 +45,9 @@ if not TYPE_CHECKING:  # a type checker knows what is there
 def assert_products_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[..., None]:
     """Raises unless all matmuls and convolutions of a function, backward too, multiply in a dtype.
 
-    Those that autocast itself keeps in float32 because they are geometry or signal processing, in
-    which there is no speed, are not counted. For an 8-bit dtype, neither are those that are not for
-    a recipe to multiply: attention's own products, the logits.
+    Those that autocast itself keeps in float32 because they are geometry or signal processing,
+    which gain no speed, do not count. For an 8-bit dtype, neither do those that no recipe is meant
+    to multiply: attention's own products, the logits.
 
     Args:
       fn: a function of any pytrees, as for `jaxmp.audit`; it is traced, not run.
@@ -138,9 +138,9 @@ def assert_precision_locked(
 ) -> Callable[..., None]:
     """Raises unless a function computes in the dtypes that a lock file says.
 
-    A lock says of each module, forward and backward, what its products multiply and return, which
-    casts there are, and in which dtypes all else is; what is saved for the backward pass; and the
-    dtypes of arguments. It has no sizes and no lines. `python -m jaxmp lock` writes it as well.
+    A lock records for each module, forward and backward, the dtypes that its products multiply and
+    return, its casts, and the dtypes of all else; the residuals saved for the backward pass; and
+    the dtypes of arguments. It has no sizes and no lines. `python -m jaxmp lock` writes it as well.
 
     Args:
       fn: a function of any pytrees, as for `jaxmp.audit`: best a whole training step, jaxmp's or
@@ -154,7 +154,7 @@ def assert_precision_locked(
       A function with the arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      PrecisionError: (an AssertionError) that names the modules, what they did and do, and lines.
+      PrecisionError: (an AssertionError) that names the modules, what has changed, and lines.
       ValueError: if there is no such file, it is not a lock, or another version of jaxmp wrote it.
 
     Example:

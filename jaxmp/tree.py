@@ -1,4 +1,4 @@
-"""Casting and rounding the leaves of pytrees, testing that all are finite, selecting of two.
+"""Casting and rounding the leaves of pytrees, testing that all are finite, selecting one of two.
 
 Example:
   >>> str(cast_floating({"w": jnp.ones(2)}, "bf16")["w"].dtype)
@@ -120,7 +120,7 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Tells whether every number in a pytree is finite.
+    """Returns whether every number in a pytree is finite.
 
     Each leaf is tested exactly, element by element, so a finite value is never mistaken for an
     overflow (a sum of squares would be, from 1e20 in float32). Complex and 8-bit floating leaves
@@ -151,7 +151,7 @@ def all_finite(tree: Any) -> jax.Array:
 def widen_floating(tree: T) -> T:
     """Casts the 16-bit floating leaves of a pytree to float32.
 
-    Which leaves those are is `cast_floating`'s rule; wider ones, float64 for one, stay as they are.
+    The leaves are those that `cast_floating` casts; wider ones, such as float64, stay as they are.
 
     Args:
       tree: Any pytree.
@@ -206,7 +206,7 @@ def select(condition: jax.typing.ArrayLike, on_true: T, on_false: T) -> T:
 def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits float32 numbers into bfloat16 and the 16 bits that are missing, 4 bytes together.
 
-    The bfloat16 number is the nearest one. Of two that are as near it is the smaller in magnitude,
+    The bfloat16 number is the nearest one. Of two equally near ones it is the smaller in magnitude,
     and not the even one, as in a cast: so the 16 bits tell whether it was rounded up.
 
     Args:
@@ -290,20 +290,20 @@ def _leaf_finite(path: tuple[Any, ...], leaf: Any) -> Any:
         return np.True_
     # NumPy tests its own arrays: JAX would first narrow float64, and 1e300 would become infinite.
     if isinstance(leaf, jax.Array):
-        # Counted, because XLA makes one pass of this sum and others over a leaf, such as the norm
-        # of a clip; `jnp.all` would be a pass of its own.
+        # Counted, because XLA fuses this sum and others over a leaf, such as the norm of a clip,
+        # into one pass; `jnp.all` would be a pass of its own.
         return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) == 0
     return np.all(np.isfinite(leaf))
 
 
 def keys_of(tree: Any, key: jax.Array) -> Any:
-    """A key for each leaf."""
+    """Returns a tree of keys, one for each leaf."""
     treedef: Any = jax.tree.structure(tree)
     return treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
 
 
 def round_at_random(x: jax.Array, dtype: Any, random: jax.Array) -> jax.Array:
-    """Rounds float32 by random bits, uint32, to what `dtype`, of 16 bits, holds; still float32.
+    """Rounds float32 by random bits, uint32, to values of a 16-bit `dtype`; returns float32.
 
     Adding random bits to those of a magnitude that are about to be cleared, and then clearing them,
     rounds it up with the right probability, a carry into the exponent included.

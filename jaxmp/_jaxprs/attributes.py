@@ -1,8 +1,8 @@
-"""What JAX's documentation does not promise: attributes and parameters that are read here alone.
+"""Attributes and parameters that JAX does not document; no other module reads them.
 
-`compat` has what differs between versions, and `higher_order` the parameters of what has jaxprs
-inside. Whatever of all that a JAX to come may change is named by a row of
-`tests/_jaxprs/test_compat.py`, and `tests/project/test_package.py` finds what is read elsewhere.
+`compat` has what differs between versions, and `higher_order` the parameters of equations with
+inner jaxprs. Each of these that a later JAX may change is named by a row of
+`tests/_jaxprs/test_compat.py`; `tests/project/test_package.py` fails where others read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, get_abstract_mesh, use_abstrac
 
 
 def setting(name: str) -> Any:
-    """A setting of JAX, such as "jax_enable_x64": those of JAX 0.10 are not declared for mypy."""
+    """Returns a setting of JAX, such as "jax_enable_x64"; to mypy, JAX 0.10 declares none."""
     return getattr(jax.config, name)
 
 
@@ -35,12 +35,12 @@ def setting(name: str) -> Any:
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a value is an array that is being traced."""
+    """Returns whether a value is a tracer."""
     return isinstance(value, jax.core.Tracer)
 
 
 def is_abstract(value: Any) -> bool:
-    """Whether a value is traced into a program, and is not an array that has been computed."""
+    """Returns whether a value is a tracer that has no concrete value, as under `jax.jit`."""
     if not is_tracer(value):
         return False
     try:
@@ -51,53 +51,53 @@ def is_abstract(value: Any) -> bool:
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether a variable is a reference to an array, whose dtype is the array's."""
+    """Returns whether a variable is a reference to an array; its dtype is the array's."""
     return hasattr(atom.aval, "inner_aval")
 
 
 def is_weak(value: Any) -> bool:
-    """Whether an array or an aval is weakly typed, as a Python number is."""
+    """Returns whether an array or an aval is weakly typed, as a Python number is."""
     return bool(getattr(value, "weak_type", False))
 
 
 def is_inexact(value: Any) -> bool:
-    """Whether an array or an aval is of floats or complex numbers: others have tangents float0."""
+    """Returns whether an array or aval is floating or complex; tangents of others are float0."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def with_weak_type(array: Any, *, weak: bool) -> Any:
-    """An array that JAX's promotion makes another dtype of, or not."""
+    """Returns the array with a weak type, which promotion may change, or with a strong one."""
     if is_weak(array) == weak:
         return array
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=weak, sharding=None)
 
 
 def with_dtype(aval: Any, dtype: np.dtype[Any]) -> Any:
-    """The type of an array in another dtype: its sharding and axes of devices are kept."""
+    """Returns an aval in another dtype, strongly typed; its sharding and varying axes are kept."""
     return aval.update(dtype=dtype, weak_type=False)
 
 
 def tangent_type(aval: Any) -> Any:
-    """The type of an array's tangents and cotangents: float0 where it is not differentiated."""
+    """Returns the aval of an array's tangents and cotangents: float0 for integers and booleans."""
     return aval.to_tangent_aval()
 
 
 def short_type(atom: Any) -> str:
-    """The type of a variable as jaxprs show it: ``float32[8,4]``."""
+    """Returns the type of a variable as jaxprs print it: ``float32[8,4]``."""
     return str(atom.aval.str_short())
 
 
 def varying_axes(aval: Any) -> tuple[Any, ...]:
-    """The axes of devices over which a value is known to differ, under `jax.shard_map`."""
+    """Returns the mesh axes over which a value is known to vary, under `jax.shard_map`."""
     axes = aval.manual_axis_type
     return tuple(axes.varying) if axes else ()
 
 
 def filled(aval: Any, value: Any) -> Any:
-    """An array of one value, of the type `aval`: a scan's carry must begin with that of its end.
+    """Returns an array of one value and of the type `aval`: a scan's carry must keep its type.
 
-    Over an explicit mesh with its sharding, under `jax.shard_map` with the axes it varies over.
+    It has the sharding of `aval` over an explicit mesh, and its varying axes under `jax.shard_map`.
     """
     array = jnp.full(aval.shape, value, aval.dtype)
     sharding = explicit_sharding(aval)
@@ -111,11 +111,11 @@ def filled(aval: Any, value: Any) -> Any:
 
 
 def explicit_sharding(value: Any) -> NamedSharding | None:
-    """How the type of a value says that it is sharded; None where it does not say.
+    """Returns the sharding in the type of a value; None where the type has none.
 
-    That is over mesh axes of type `AxisType.Explicit` alone; over others the compiler decides.
+    Only a mesh with an axis of type `AxisType.Explicit` has one; else the compiler decides.
     """
-    aval: Any = getattr(value, "aval", value)  # of a variable or an array, or it is one
+    aval: Any = getattr(value, "aval", value)  # `value` is a variable, an array or an aval
     aval = aval if hasattr(aval, "manual_axis_type") else jax.typeof(aval)
     sharding = getattr(aval, "sharding", None)
     explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in (
@@ -125,9 +125,9 @@ def explicit_sharding(value: Any) -> NamedSharding | None:
 
 
 def device_count(array: Any) -> int:
-    """Over how many devices the compiler may shard an array: not those of `jax.shard_map`.
+    """Returns the number of devices that the compiler may shard an array over.
 
-    The type of an array that is traced has the mesh, whether or not its axes are explicit.
+    The manual axes of `jax.shard_map` do not count. A tracer's type has the mesh, explicit or not.
     """
     mesh = jax.typeof(array).sharding.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -135,17 +135,17 @@ def device_count(array: Any) -> int:
 
 
 def out_sharding(eqn: jex_core.JaxprEqn) -> Any:
-    """How the author of a product says that its result is sharded; None if he does not."""
+    """Returns the `out_sharding` that a product was called with; None if it had none."""
     return eqn.params.get("out_sharding")
 
 
 def name_stack(eqn: jex_core.JaxprEqn) -> Any:
-    """The named scopes and transformations an equation was made in: it hashes, and `str` reads."""
+    """Returns the named scopes and transformations around an equation: hashable, text by `str`."""
     return eqn.source_info.name_stack
 
 
 def names_around(jaxpr: Any) -> tuple[Any, ...]:
-    """The named scopes that all equations of an open jaxpr are in, but for those of jaxmp's own."""
+    """Returns the outer named scopes that an open jaxpr's equations share, up to one of jaxmp's."""
     first: tuple[Any, ...]
     first, *others = [eqn.source_info.name_stack.stack for eqn in jaxpr.eqns] or [()]
     count = 0
@@ -158,7 +158,7 @@ def names_around(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def without_names(jaxpr: Any, count: int) -> Any:
-    """An open jaxpr whose equations are not in the outermost named scopes."""
+    """Returns an open jaxpr whose equations lack their `count` outermost named scopes."""
     if not count:
         return jaxpr
     bare = [
@@ -171,7 +171,7 @@ def without_names(jaxpr: Any, count: int) -> Any:
 
 
 def scoped(eqn: jex_core.JaxprEqn, names: tuple[Any, ...], **replaced: Any) -> jex_core.JaxprEqn:
-    """An equation in more named scopes, with some parameters replaced."""
+    """Returns an equation in more named scopes, with some parameters replaced."""
     source = eqn.source_info
     named = source.replace(name_stack=source.name_stack + source_info_util.NameStack(names))
     found: jex_core.JaxprEqn = eqn.replace(params=eqn.params | replaced, source_info=named)
@@ -179,45 +179,45 @@ def scoped(eqn: jex_core.JaxprEqn, names: tuple[Any, ...], **replaced: Any) -> j
 
 
 def under(names: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """A context in which what is bound is in these named scopes."""
+    """Returns a context in which primitives are bound in these named scopes."""
     stack = source_info_util.current_name_stack() + source_info_util.NameStack(names)
     return source_info_util.user_context(None, name_stack=stack)
 
 
 def traceback(eqn: jex_core.JaxprEqn) -> Any:
-    """Where in Python an equation was made: it hashes; None if that is not known."""
+    """Returns the Python traceback of an equation, which is hashable; None if it is not known."""
     return eqn.source_info.traceback
 
 
 def frames(traceback: Any) -> Iterator[tuple[CodeType, int]]:
-    """The Python frames of a traceback, innermost first: code, and where in it."""
+    """Returns the frames of a traceback, innermost first: code objects and instruction offsets."""
     return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
 
 
 def line_number(traceback: Any, frame: tuple[CodeType, int]) -> int:
-    """The line of one of its frames."""
+    """Returns the line number of a frame of a traceback."""
     return int(traceback.code_addr2line(*frame))
 
 
 def source_summary(eqn: jex_core.JaxprEqn) -> str:
-    """``/path/file.py:line:column (function)``, where JAX would say that an equation is."""
+    """Returns JAX's own location of an equation, ``/path/file.py:line:column (function)``."""
     return source_info_util.summarize(eqn.source_info)
 
 
 def context(eqn: jex_core.JaxprEqn) -> Any:
-    """The configuration an equation was made under, for which it hashes; see `in_context`."""
+    """Returns the configuration an equation was traced under, hashable; see `in_context`."""
     return eqn.ctx
 
 
 def in_context(eqn: jex_core.JaxprEqn) -> Any:
-    """A context in which what is bound is bound under the configuration of an equation."""
+    """Returns a context in which primitives are bound under the configuration of an equation."""
     return eqn.ctx.manager
 
 
 def on_mesh_of(value: Any) -> AbstractContextManager[Any]:
-    """A context in which an array is used on its own mesh.
+    """Returns a context in which an array is used on its own mesh.
 
-    The context of an equation that takes it to another mesh is that other mesh.
+    The context of an equation that moves it to another mesh has that other mesh.
     """
     sharding = getattr(jax.typeof(value), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
@@ -227,32 +227,32 @@ def on_mesh_of(value: Any) -> AbstractContextManager[Any]:
 
 
 def has_effects(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation does more than return its results."""
+    """Returns whether an equation has effects beside its results."""
     return bool(eqn.effects)
 
 
 def runs_once(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation does something that a second run of it would do again.
+    """Returns whether an equation has an effect that running it twice would repeat.
 
-    That it names an axis of a mesh, which JAX counts as an effect, is nothing of the kind.
+    Naming a mesh axis, which JAX counts as an effect, is not one of these.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 class PrimitiveCall(NamedTuple):
-    """What an equation does, wherever it stands: a primitive and its parameters. It hashes."""
+    """An equation without its operands: a primitive and its parameters. Hashable."""
 
     primitive: jex_core.Primitive
     params: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, eqn: jex_core.JaxprEqn, **replaced: Any) -> Self:
-        """That of an equation, with some parameters replaced."""
+        """Returns the primitive and parameters of an equation, some of these replaced."""
         return cls(eqn.primitive, tuple((eqn.params | replaced).items()))
 
     @property
     def returns_several(self) -> bool:
-        """Whether it returns a list, and not an array."""
+        """Whether the primitive returns a list of arrays, and not one array."""
         return bool(self.primitive.multiple_results)
 
     def __call__(self, *operands: Any, **replaced: Any) -> Any:
@@ -260,30 +260,30 @@ class PrimitiveCall(NamedTuple):
 
 
 def holds_jaxprs(parameter: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, or has some in it."""
+    """Returns whether a parameter of an equation is a jaxpr, or contains one."""
     return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The jaxprs in the parameters of an equation."""
+    """Yields the jaxprs in the parameters of an equation."""
     yield from jex_core.jaxprs_in_params(params)
 
 
 def function_name(jaxpr: Any) -> str:
-    """The name of the function that an open jaxpr was traced from."""
+    """Returns the name of the function that an open jaxpr was traced from."""
     return str(jaxpr.debug_info.func_name)
 
 
 def leave_out_of_tracebacks(folder: Path) -> None:
-    """Makes JAX say that an operation is where the user wrote it, not in a file of this folder."""
+    """Makes JAX attribute operations to the user's lines, and not to a file of this folder."""
     source_info_util.register_exclusion(str(folder))
 
 
 def known_primitives() -> frozenset[str]:
-    """The names of the primitives that have a derivative here, and of JAX's kernels."""
+    """Returns the names of the primitives with a registered JVP rule, and ``pallas_call``."""
     return frozenset(primitive.name for primitive in ad.primitive_jvps) | {"pallas_call"}
 
 
 def refuses_forward_mode(error: TypeError) -> bool:
-    """Whether an error says that a function with a `custom_vjp` is differentiated forward."""
+    """Returns whether an error refuses forward-mode differentiation of a `custom_vjp` function."""
     return "forward-mode autodiff" in str(error)

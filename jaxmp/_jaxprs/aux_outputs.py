@@ -1,11 +1,11 @@
-"""Binding an equation again with more operands and results threaded through its jaxprs.
+"""Binding an equation again with extra operands and results threaded through its inner jaxprs.
 
-An extra operand is shared by all that runs inside. An extra result comes out of any depth: a loop
-of known length stacks it, any other loop joins it, a branch that has none gives its neutral value.
-It has no tangent, and is neither seen by derivative rules nor in the way of them.
+An extra operand is shared by all inner jaxprs. An extra result comes out of any depth: a scan
+stacks it, a while loop joins it, and a branch that has none returns its neutral value. It has no
+tangent, and derivative rules neither see it nor are changed by it.
 
-One function per primitive, of an equation, its operands, what takes the place of its jaxprs, and
-the extra operands; `higher_order.HIGHER_ORDER` says which primitive is threaded by which.
+There is one function per kind of primitive, of an equation, its operands, the replacements of its
+jaxprs, and the extra operands; `higher_order.HIGHER_ORDER` says which primitives use which.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jaxmp._jaxprs.compat import bind
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """How the values of an extra result become one, where they are none or not known how many.
+    """The value of an extra result where it is computed never, or an unknown number of times.
 
     Attributes:
-      neutral: what it is where nothing computes it: in a branch that does not have it, in a while
+      neutral: the value where nothing computes it: in a branch that does not have it, in a while
         loop that has not run.
-      combine: what the values of two iterations of a while loop are together, in their shape and
-        dtype; None: an extra result that meets a while loop is refused.
+      combine: merges the values of two iterations of a while loop, in their shape and dtype; with
+        None, an extra result in a while loop is refused.
     """
 
     neutral: float = 0
@@ -48,10 +48,10 @@ class Extra:
 
     Attributes:
       value: an array.
-      join: how several values become one.
-      axes: what made the leading axes of `value`, outermost first: "scan", "reversed scan" or
-        "devices". Row i of a scan is the iteration that reads slice i and gives slice i, which in a
-        reversed scan runs last for i = 0; devices are in the order of the mesh.
+      join: its value in branches and while loops.
+      axes: the kinds of the leading axes of `value`, outermost first: "scan", "reversed scan" or
+        "devices". Row i of a scan is the iteration that reads and returns slice i; in a reversed
+        scan i = 0 runs last. Devices are in the order of the mesh.
     """
 
     value: Any
@@ -59,26 +59,26 @@ class Extra:
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def under(self, axis: str) -> Extra:
-        """With a leading axis more, which `value` has already."""
+        """Returns this result with one more leading axis named, which `value` has already."""
         return dataclasses.replace(self, axes=(axis, *self.axes))
 
 
 Extras = dict[str, Extra]
 Out = tuple[list[Any], Extras]
 
-# What takes the place of an inner jaxpr: from the extra operands and its own to its results, and
-# extra results by names that no other result of the equation has.
+# A replacement of an inner jaxpr: from the extra operands and the jaxpr's own to its results, and
+# to extra results by names that are unique within the equation.
 Threaded = Callable[Concatenate[Sequence[Any], ...], Out]
 Thread = Callable[[JaxprEqn, list[Any], Sequence[Threaded], Sequence[Any]], Out]
 
 
 class TracedBody:
-    """A replacement that has been traced: to know its extra results before it is run.
+    """A replacement that is traced first, so that its extra results are known before it runs.
 
     Attributes:
       jaxpr: its closed jaxpr, without constants.
       consts: the arrays it closes over: leading operands of `jaxpr`.
-      extras: the extra results, with types in the place of arrays.
+      extras: the extra results, with avals in the place of arrays.
     """
 
     def __init__(self, fn: Threaded, extra_in: Sequence[Any], arrays: Sequence[Any]) -> None:
@@ -92,12 +92,12 @@ class TracedBody:
         return self.unflatten(jaxpr_as_fun(self.jaxpr)(*self.consts, *extra_in, *arrays))
 
     def unflatten(self, flat: Sequence[Any]) -> Out:
-        """Its results, of those of `jaxpr`."""
+        """Returns the results and the extra results, given the flat results of `jaxpr`."""
         results, extras = jax.tree.unflatten(self._tree, flat)
         return list(results), extras
 
     def neutral(self) -> Extras:
-        """Its extra results where nothing computes them."""
+        """Returns the extra results with their neutral values, for where nothing computes them."""
         return {
             name: dataclasses.replace(extra, value=filled(extra.value, extra.join.neutral))
             for name, extra in self.extras.items()
@@ -110,7 +110,7 @@ class TracedBody:
 def in_place(
     _eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Of calls that mean nothing but what they call."""
+    """Runs the replacement in place of a call that has no meaning beyond its jaxpr."""
     [called] = replacements
     return called(extra_in, *operands)
 
@@ -118,11 +118,11 @@ def in_place(
 def beside(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Of functions with a derivative rule of their own: bound as they were, rule and all.
+    """Binds a function with a custom derivative rule unchanged, and runs the replacement as well.
 
-    The replacement runs next to the call, for its extra results alone: they are those of the
-    function itself also where it is differentiated and its forward rule runs in its place. XLA
-    merges what both compute, but not loops; what a body prints is printed twice.
+    The replacement runs for its extra results alone: they are those of the function itself, even
+    where it is differentiated and its forward rule runs instead. XLA merges the common
+    computations of both, but not loops; what a body prints is printed twice.
     """
     [called] = replacements
     traced = TracedBody(called, extra_in, operands)
@@ -136,7 +136,7 @@ def beside(
 def through_call(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Of jit and remat: name, shardings, donation, policy and the rest stay."""
+    """Rebinds a jit or remat; its name, shardings, donation, policy and so on are kept."""
     [called] = replacements
 
     def shared(*arrays: Any) -> Out:
@@ -156,7 +156,7 @@ def through_call(
 def through_shard_map(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Extra operands are the same on all devices; an extra result gets a leading axis of them."""
+    """Rebinds a shard_map: extra operands are replicated, extra results get a device axis first."""
     [called] = replacements
     params = eqn.params
     manual = tuple(a for a in params["mesh"].axis_names if a in params["newly_manual_axes"])
@@ -183,7 +183,7 @@ def through_shard_map(
 def through_branches(
     _eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Every branch gives every extra result that one of them has."""
+    """Rebinds a cond whose branches all return every extra result that any of them has."""
     index, *arrays = operands
     traced = [TracedBody(branch, extra_in, arrays) for branch in replacements]
     wanted: Extras = {}
@@ -208,7 +208,7 @@ def through_branches(
 def through_scan(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Extra operands are shared by the iterations; extra results are stacked like its own."""
+    """Rebinds a scan: its iterations share extra operands, and extra results are stacked."""
     [body] = replacements
     n_consts, n_carry = compat.scan_split(eqn)
     consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
@@ -226,10 +226,11 @@ def through_scan(
 def through_while(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
-    """Extra results are carried, from their neutral value, and joined with those of an iteration.
+    """Rebinds a while loop that carries extra results and combines in those of each iteration.
 
-    Those of the condition as well, which runs once more than the body. Under vmap, a condition may
-    differ from element to element: the loop goes on while one is true, and what is done stays.
+    They start at their neutral values. The condition's are combined too; it runs once more than the
+    body. Under vmap, it may differ between elements: the loop runs while it is true for any of
+    them, and the elements that are finished keep their values.
     """
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     given, start = operands[: n_test + n_body], operands[n_test + n_body :]
@@ -253,20 +254,20 @@ def through_while(
             results = [_where(go, *pair) for pair in zip(results, carry, strict=True)]
         return tested(results, _both(extras, found))
 
-    # The condition is computed at the end of the iteration before: a loop's condition can return
-    # nothing else.
+    # The body computes the next condition, and its extra results: a loop's condition can return
+    # nothing but a bool.
     first = tested(start, body.neutral())
     _, results, extras = lax.while_loop(lambda state: jnp.any(state[0]), step, first)
     return results, extras
 
 
 def _where(chosen: Any, new: Any, old: Any) -> Any:
-    """`new` where `chosen` is true, along its leading axes, and `old` elsewhere."""
+    """Selects `new` where `chosen` is true, along its leading axes, and `old` elsewhere."""
     return jnp.where(jnp.expand_dims(chosen, tuple(range(chosen.ndim, jnp.ndim(new)))), new, old)
 
 
 def _both(olds: Extras, news: Extras) -> Extras:
-    """The extra results of either, those of both combined."""
+    """Returns the extra results of either, and those of both combined."""
     joined = dict(olds) | news
     for name in olds.keys() & news.keys():
         old, new = olds[name], news[name]
@@ -278,7 +279,7 @@ def _both(olds: Extras, news: Extras) -> Extras:
 
 
 def _check_alike(where: str, name: str, old: Extra, new: Extra) -> None:
-    """Raises where an extra result is not of one kind."""
+    """Raises unless two values of an extra result have the same shape, dtype, Join and axes."""
     kinds = [f"{x.value.dtype}{list(x.value.shape)}, {x.join}, {x.axes}" for x in (old, new)]
     if kinds[0] != kinds[1]:
         raise ValueError(

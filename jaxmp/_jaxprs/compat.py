@@ -51,10 +51,10 @@ _NEXT = {
 # where True came to mean "inlined when lowered".
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
-# What XLA_FLAGS needs for the CPU backend to sum bfloat16 products in float32, all of them.
+# The XLA flag under which the CPU backend sums all bfloat16 products in float32.
 CPU_SUMS_FLAG = "--xla_cpu_experimental_ynn_fusion_type=" if jax.__version_info__ >= (0, 12) else ""
 
-# The class of closed jaxprs: an alias of Jaxpr from 0.12 on, which type checkers are not shown.
+# The class of closed jaxprs: an alias of Jaxpr from 0.12 on, hidden from type checkers.
 _CLOSED: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
 
 
@@ -66,17 +66,17 @@ class Closed(NamedTuple):
 
 
 def closed(jaxpr: Any) -> Closed:
-    """The open jaxpr and the constants of an inner jaxpr."""
+    """Returns the open jaxpr and the constants of an inner jaxpr."""
     return Closed(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
 def close(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
-    """An open jaxpr, closed."""
+    """Closes an open jaxpr over its constants."""
     return _CLOSED(jaxpr, consts)
 
 
 def part(jaxpr: Any, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """An open jaxpr of some of the equations of another, with other operands and results."""
+    """Returns an open jaxpr of some equations of another, with other operands and results."""
     return jaxpr.replace(
         eqns=list(eqns),
         invars=list(invars),
@@ -86,44 +86,44 @@ def part(jaxpr: Any, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequen
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
-    """A closed jaxpr with other equations of the same variables."""
+    """Returns a closed jaxpr with other equations of the same variables."""
     opened = closed(jaxpr).jaxpr.replace(eqns=list(eqns))
     return jaxpr.replace(jaxpr=opened) if hasattr(jaxpr, "jaxpr") else opened
 
 
 def dtype_of(atom: Any) -> np.dtype[Any] | None:
-    """The dtype of a variable or literal; None if NumPy knows none for it (keys, tokens)."""
+    """Returns the dtype of a variable or literal; None if it is not NumPy's (keys, tokens)."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype if isinstance(dtype, np.dtype) else None
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Atoms without literals."""
+    """Returns the atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal."""
+    """Returns the shape of a variable or literal."""
     return tuple(atom.aval.shape)
 
 
 def is_at_most(size: Any, limit: int) -> bool:
-    """Whether a size is known to be at most `limit`: one that `jax.export` left open is not."""
+    """Returns whether a size is at most `limit`; False for the symbolic sizes of `jax.export`."""
     return isinstance(size, int) and size <= limit
 
 
 def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Any, Any, list[Any]]:
-    """A jaxpr cut in two: what does not depend on its last operands, and what does.
+    """Splits a jaxpr in two: the equations that do not depend on its last operands, and the others.
 
     Args:
       jaxpr: with operands ``[*first, *last]`` and results ``[*early, *late]``; the early ones do
         not depend on the last operands.
-      n_ins: how many operands are first.
-      n_outs: how many results are early.
+      n_ins: the number of first operands.
+      n_outs: the number of early results.
 
     Returns:
       A jaxpr ``first -> [*early, *saved]``, a jaxpr ``[*saved, *last] -> late``, and the avals of
-      what is saved.
+      ``saved``.
     """
     opened, consts = closed(jaxpr)
     late = set(opened.invars[n_ins:])
@@ -142,7 +142,7 @@ def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Any, Any, list[Any]]:
 
 
 def like(new: Any, old: Any) -> Any:
-    """`new` (as traced) in the class in which the equation held `old`.
+    """Returns `new`, as traced, as the class in which the equation held `old`: open or closed.
 
     Raises:
       TypeError: if `old` is open and `new` needs constants; autocast creates none.
@@ -155,14 +155,14 @@ def like(new: Any, old: Any) -> Any:
 
 
 def without_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """A closed jaxpr whose constants have become its leading operands, and those constants."""
+    """Returns a closed jaxpr with its constants as leading operands, and those constants."""
     opened, consts = closed(jaxpr)
     whole = part(opened, opened.eqns, (*opened.constvars, *opened.invars), opened.outvars)
     return close(whole.replace(constvars=[])), list(consts)
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """The closed jaxpr of `fn` (flat arrays to flat arrays) at `avals`, through jit's trace cache.
+    """Traces `fn` (flat arrays to flat arrays) at `avals` to a closed jaxpr, in jit's trace cache.
 
     The cache is JAX's own, so it is keyed on everything a trace depends on: avals, mesh, axis
     names, x64, matmul precision. `fn` may be a `jax.jit` function, which keeps its cache between
@@ -172,22 +172,22 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 
 def cached_trace(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """Returns the `trace` at `avals`, as a function of `(avals, *args)`, of what `make(*args)` is.
+    """Returns a function of `(avals, *args)` that traces the function `make(*args)` at `avals`.
 
-    That is made once for each `args`, which are hashable, so that JAX knows it again.
+    `make` is called once for each `args`, which are hashable, so that JAX's cache hits.
     """
     made = functools.lru_cache(maxsize=4096)(lambda *args: jax.jit(make(*args)))
     return lambda avals, *args: trace(made(*args), avals)
 
 
 def trace_of_tree(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
-    """`trace` of a function that returns a tree, and the tree, of shapes and dtypes."""
+    """Traces a function that returns a tree; returns the closed jaxpr and the tree's shapes."""
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*avals)
     return traced.jaxpr, traced.out_info
 
 
 def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
-    """The inner jaxpr of a primitive in `CALLS`."""
+    """Returns the inner jaxpr of an equation whose primitive is in `CALLS`."""
     held = _held(eqn)
     return eqn.params[CALLS[eqn.primitive.name]] if held is None else _jaxpr_of(held)
 
@@ -196,7 +196,7 @@ def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
 
 
 def kind(eqn: jex_core.JaxprEqn) -> str:
-    """The name of the primitive that an equation is the next generation of; else its own."""
+    """Returns the primitive's name; for a next-generation equation, that of its predecessor."""
     held = _held(eqn)
     name = _NEXT.get(type(held).__name__) if held is not None else None
     if name is None or (name in CALLS and not _one_to_one(eqn, held)):
@@ -205,27 +205,27 @@ def kind(eqn: jex_core.JaxprEqn) -> str:
 
 
 def called(eqn: jex_core.JaxprEqn) -> str:
-    """What to call an equation's primitive in a message: the author's word where there is one."""
+    """Returns a primitive's name for messages; for `call_hi_primitive`, the class of its object."""
     held = _held(eqn)
     return str(eqn.primitive.name) if held is None else type(held).__name__
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[Any]:
-    """Every jaxpr in the parameters of an equation, also one that an object there holds."""
+    """Yields every jaxpr in the parameters of an equation, also one that an object there holds."""
     yield from jex_core.jaxprs_in_params(eqn.params)
     if (held := _held(eqn)) is not None and (jaxpr := _jaxpr_of(held)) is not None:
         yield jaxpr
 
 
 def jaxprs_run(eqn: jex_core.JaxprEqn) -> list[Any]:
-    """Those that running it runs, once each: of the four of a linear solve, one."""
+    """Returns the inner jaxprs that running an equation runs: of a linear solve's four, `solve`."""
     if eqn.primitive.name == "custom_linear_solve":
         return [eqn.params["jaxprs"].solve]
     return list(inner_jaxprs(eqn))
 
 
 def bind(eqn: jex_core.JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """The primitive of an equation on other operands, with some parameters replaced."""
+    """Binds the primitive of an equation to other operands, with some parameters replaced."""
     if (held := _held(eqn)) is not None and kind(eqn) == "name":  # of operands of any dtype
         return [checkpoint_name(operands[0], held.name)]
     params = eqn.primitive.get_bind_params(eqn.params | replaced)
@@ -234,7 +234,7 @@ def bind(eqn: jex_core.JaxprEqn, operands: Sequence[Any], **replaced: Any) -> li
 
 
 def rematerialized(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`fn` under the remat of an equation of the next generation; None if it is not one."""
+    """Returns `fn` under the remat of a next-generation equation; None for other equations."""
     if (held := _held(eqn)) is None:
         return None
     return jax.checkpoint(fn, policy=held.policy, prevent_cse=held.prevent_cse)
@@ -243,9 +243,9 @@ def rematerialized(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[.
 def rematerialize(
     jaxpr: Any, operands: Sequence[Any], policy: Callable[..., bool], *, prevent_cse: bool
 ) -> list[Any]:
-    """The results of an open jaxpr without constants, under a `jax.checkpoint`.
+    """Runs an open jaxpr without constants under a `jax.checkpoint`; returns its results.
 
-    Under one of its own JAX differentiates a function at each call; a jaxpr, once.
+    Under `jax.checkpoint` itself, JAX differentiates a function at each call; a jaxpr, once.
     """
     return remat_p.bind(  # type: ignore[no-any-return]
         *operands, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=False, policy=policy
@@ -253,9 +253,9 @@ def rematerialize(
 
 
 def widened(eqn: jex_core.JaxprEqn, n_ins: int, n_outs: int) -> dict[str, Any]:
-    """The parameters of a jit or remat that say something of each operand or result.
+    """Returns the parameters of a jit or remat that have an entry per operand or result, extended.
 
-    It gets `n_ins` operands before its own, and `n_outs` results after its own.
+    The equation gets `n_ins` operands before its own, and `n_outs` results after its own.
     """
     if eqn.primitive.name == "jit":
         [plain] = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
@@ -270,7 +270,7 @@ def widened(eqn: jex_core.JaxprEqn, n_ins: int, n_outs: int) -> dict[str, Any]:
 
 
 class CustomRule(NamedTuple):
-    """What a custom_jvp or custom_vjp equation says about its rule."""
+    """The parameters of a custom_jvp or custom_vjp equation that describe its rule."""
 
     name: str
     n_consts: int  # leading operands that the function closes over: not differentiated
@@ -278,7 +278,7 @@ class CustomRule(NamedTuple):
 
 
 def custom_rule(eqn: jex_core.JaxprEqn) -> CustomRule:
-    """The name, closed-over operands and symbolic zeros of a function with a rule of its own."""
+    """Returns the name, closed-over operands and symbolic zeros of a custom derivative rule."""
     held, params = _held(eqn), eqn.params
     if held is None:
         name = params.get("name") or closed(params["call_jaxpr"]).jaxpr.debug_info.func_name
@@ -290,14 +290,14 @@ def custom_rule(eqn: jex_core.JaxprEqn) -> CustomRule:
 
 
 def symbolic_zero(aval: Any) -> Any:
-    """A cotangent that is known to be zero, for the function that `jax.vjp` returns."""
+    """Returns a cotangent that is known to be zero, for the function that `jax.vjp` returns."""
     return ad.Zero(aval.to_tangent_aval())
 
 
 def _held(eqn: jex_core.JaxprEqn) -> Any:
-    """The object that a `call_hi_primitive` equation keeps in its parameters, or None.
+    """Returns the object that a `call_hi_primitive` equation keeps in its parameters, or None.
 
-    Before 0.12 these objects did not say enough to be looked inside: what holds them is unknown.
+    Before 0.12 these objects tell too little about their jaxprs: such equations are unknown.
     """
     if jax.__version_info__ < (0, 12):
         return None
@@ -311,14 +311,14 @@ def _jaxpr_of(held: Any) -> Any:
 
 
 def _one_to_one(eqn: jex_core.JaxprEqn, held: Any) -> bool:
-    """Whether operands and results are those of the jaxpr: a rule may have more of its own."""
+    """Returns whether an equation has its jaxpr's operands and results: a rule may have more."""
     jaxpr = closed(_jaxpr_of(held)).jaxpr
     shapes = [[getattr(v.aval, "shape", None) for v in of.invars] for of in (jaxpr, eqn)]
     return shapes[0] == shapes[1] and len(jaxpr.outvars) == len(eqn.outvars)
 
 
 def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants and how many the carry (0.12 says so by trees)."""
+    """Returns how many operands of a scan are constants and how many the carry (0.12 has trees)."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -326,12 +326,12 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 
 
 def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
-    """What a scan was told other than its function and its operands."""
+    """Returns the options of a scan: its length, direction and unrolling."""
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
 def in_associative_scan(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation is part of `jax.lax.associative_scan`, which is not a primitive."""
+    """Returns whether an equation is part of `jax.lax.associative_scan`, not a primitive."""
     traceback: Any = eqn.source_info.traceback
     return traceback is not None and _in_associative_scan(traceback)
 
@@ -348,7 +348,7 @@ _JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def source_of(eqn: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
-    """A context in which what is bound carries the source line and name stack of `eqn`."""
+    """Returns a context in which equations get the source line and name stack of `eqn`."""
     return source_info_util.user_context(
         eqn.source_info.traceback,
         name_stack=source_info_util.current_name_stack() + eqn.source_info.name_stack,

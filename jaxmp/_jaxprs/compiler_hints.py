@@ -1,4 +1,4 @@
-"""Arrays as they are, with a word to the compiler on how to keep them."""
+"""Identity primitives that tell the compiler how to store an array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _as_it_is(array: Any, **_: Any) -> Any:
 
 
 def _hint(name: str, **lowered: Callable[..., Any]) -> Primitive:
-    """A primitive that returns its array, by another operation on some platforms."""
+    """Makes an identity primitive that is lowered to another operation on some platforms."""
     primitive = Primitive(name)
     primitive.def_impl(_as_it_is)
     primitive.def_abstract_eval(_as_it_is)
@@ -29,15 +29,15 @@ def _hint(name: str, **lowered: Callable[..., Any]) -> Primitive:
 
 
 def laid_out(array: Any, order: tuple[int, ...]) -> Any:
-    """The array, on TPUs with its axes in memory in an order, from the outermost to the innermost.
+    """Returns the array; on TPUs, its axes in memory are in `order`, from outermost to innermost.
 
-    So are its cotangents. Elsewhere it is laid out as the compiler likes.
+    So are those of its cotangents. Elsewhere the compiler chooses the layout.
 
     A TPU's vectors are 8 x 128: the innermost axis of an array in memory lies along the 128 lanes.
     XLA lays out scores of attention with queries there, not keys, so that nothing is reduced across
-    lanes. What a product returns it lays out as it is written, unless what reads it says otherwise.
-    Through a loop's slices that is not heard: without this, the probabilities that were kept would
-    be copied from one layout to the other in every iteration.
+    lanes. It lays out the result of a product as written, unless a reader asks for another layout.
+    A loop's slices hide the readers: without this hint, the probabilities that were saved would be
+    copied from one layout to the other in every iteration.
     """
     return laid_out_p.bind(array, order=order)
 
@@ -58,12 +58,12 @@ batching.primitive_batchers[laid_out_p] = _batched
 
 
 def no_excess_precision(array: Any) -> Any:
-    """The array, behind a barrier on GPUs: XLA must not make it again of what it was made of.
+    """Returns the array, on GPUs behind a barrier that keeps XLA from rematerializing it.
 
-    XLA may leave out a rounding that is undone (`xla_allow_excess_precision`): where a 16-bit array
-    is saved for the backward pass and read there in float32, it then makes the float32 values
-    again, and keeps what those are made of, which is larger. A barrier prevents that. On TPU it
-    costs more than it saves: there the array is kept as it is, and the barrier keeps it out of fast
+    XLA may drop a rounding that is undone (`xla_allow_excess_precision`): where a 16-bit array
+    is saved for the backward pass and read there in float32, it then rematerializes the float32
+    values, and saves their operands, which are larger. A barrier prevents that. On TPU it costs
+    more than it saves: XLA saves the 16-bit array anyway, and a barrier keeps it out of fast
     memory.
     """
     return no_excess_precision_p.bind(array)

@@ -1,8 +1,8 @@
-"""Walks through a jaxpr and all that is inside it: forward from operands, backward from results.
+"""Dataflow analyses of jaxprs and their inner jaxprs: forward from operands, backward from results.
 
-An analysis is a lattice: what is known of a value, how two such facts join, and what one equation
-makes of them. Where an equation has jaxprs inside, the walk goes through them: branches join, and
-what a loop carries is joined until it no longer grows.
+An analysis is a lattice: facts about values, a join of two facts, and a transfer function for one
+equation. Where an equation has inner jaxprs, the analysis goes through them: the facts of branches
+are joined, and those of a loop's carry are joined until they reach a fixpoint.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def forward(
     transfer: Callable[[JaxprEqn, list[F]], Sequence[F]],
     nothing: F,
 ) -> list[F]:
-    """What is known of the results of a jaxpr, given what is known of its operands.
+    """Returns the facts of a jaxpr's results, given those of its operands.
 
     Args:
       jaxpr: the jaxpr, open or closed.
       ins: a fact per operand.
-      transfer: what an equation makes of the facts of its operands: one per result. `through` takes
-        it through the jaxprs inside.
+      transfer: maps an equation and the facts of its operands to a fact per result. `through` takes
+        it through inner jaxprs.
       nothing: the fact of literals and constants.
     """
     opened = closed(jaxpr).jaxpr
@@ -50,7 +50,7 @@ def forward(
 
 
 def readers_of(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
-    """Of each variable of an open jaxpr, the equations that read it."""
+    """Returns, for each variable of an open jaxpr, the equations that read it."""
     found: dict[Any, list[JaxprEqn]] = defaultdict(list)
     for eqn in jaxpr.eqns:
         for var in variables(eqn.invars):
@@ -59,13 +59,13 @@ def readers_of(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
 
 
 def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F] | None:
-    """What is known of the results of an equation with jaxprs inside; None if it has none.
+    """Returns the facts of the results of an equation with inner jaxprs; None if it has none.
 
     Args:
       eqn: the equation.
       ins: a fact per operand.
-      run: the walk through one inner jaxpr.
-      join: the fact of a value that is one of two.
+      run: the analysis of one inner jaxpr: from the facts of its operands to those of its results.
+      join: the fact of a value that is one of two values.
     """
     found: dict[int, F] = {}
     inners = inside(eqn)
@@ -78,7 +78,7 @@ def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list
 
 
 def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F]:
-    """The facts of an inner jaxpr's operands, once what it carries no longer grows."""
+    """Returns the facts of an inner jaxpr's operands, at the fixpoint of its carry."""
     known = [ins[i] for i in inner.operands]
     while inner.carried:
         outs = run(inner.jaxpr, known)
@@ -94,13 +94,13 @@ def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[
 def demanded(
     eqn: JaxprEqn, wanted: Sequence[F], run: BackwardRun[F], join: Join[F], nothing: F
 ) -> list[F] | None:
-    """What the operands of an equation with jaxprs inside are wanted for; None if it has none.
+    """Returns the demands on the operands of an equation with inner jaxprs; None if it has none.
 
     Args:
       eqn: the equation.
-      wanted: what each of its results is wanted for.
-      run: the backward walk through what is inside: from demands on results to those on operands.
-      join: both demands.
+      wanted: the demand on each of its results.
+      run: the backward analysis of an inner jaxpr: from demands on results to those on operands.
+      join: the demand that is both of two.
       nothing: no demand.
     """
     inners = inside(eqn)
@@ -117,7 +117,7 @@ def demanded(
 def settled_demand(
     inner: Inner, wanted: Sequence[F], run: BackwardRun[F], join: Join[F]
 ) -> Sequence[F]:
-    """The demands on an inner jaxpr's operands; a carry is wanted by the next iteration as well."""
+    """Returns the demands on an inner jaxpr's operands, at the fixpoint of those on its carry."""
     wanted = list(wanted)
     while True:
         ins = run(inner, wanted)

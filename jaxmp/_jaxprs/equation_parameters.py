@@ -1,7 +1,6 @@
-"""The parameters of first-order equations, which are read here alone.
+"""The parameters of first-order equations; no other module reads them.
 
-JAX's documentation promises none of them; see `attributes`. A row of
-`tests/_jaxprs/test_compat.py` names each.
+JAX documents none of them; see `attributes`. A row of `tests/_jaxprs/test_compat.py` names each.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _FLOATING = ("float", "bfloat", "complex")
 
 
 def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """The contracted axes of both operands of a product, then those of the batch."""
+    """Returns the contracted axes of both operands of a product, then their batch axes."""
     ragged = ragged_axes(eqn)
     both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = (
         dot_axes(eqn.params) if ragged is None else ragged.dot_dimension_numbers
@@ -30,29 +29,29 @@ def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes,
 
 
 def dot_axes(params: Mapping[str, Any]) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """The same of a ``dot_general``, by its parameters."""
+    """Returns the same of a ``dot_general``, given its parameters."""
     both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = params["dimension_numbers"]
     return both
 
 
 def ragged_axes(eqn: jex_core.JaxprEqn) -> Any:
-    """The ``RaggedDotDimensionNumbers`` of a ragged product; None of any other equation."""
+    """Returns the ``RaggedDotDimensionNumbers`` of a ragged product; None for other equations."""
     return eqn.params.get("ragged_dot_dimension_numbers")
 
 
 def window(eqn: jex_core.JaxprEqn) -> tuple[Any, ...]:
-    """Of a convolution, per axis of space: strides, padding, dilation of the left and the right."""
+    """Returns a convolution's strides, padding, left and right dilation, each per spatial axis."""
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
     return tuple(eqn.params[name] for name in names)
 
 
 def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
-    """Which axes of a convolution are its batch, features and space."""
+    """Returns the batch, feature and spatial axes of a convolution."""
     return jax.lax.ConvDimensionNumbers(*eqn.params["dimension_numbers"])
 
 
 def contracted(eqn: jex_core.JaxprEqn) -> int:
-    """How many products are summed up for each element of the result."""
+    """Returns the number of products that are summed for each element of a contraction's result."""
     left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     if eqn.primitive.name == "conv_general_dilated":
         out_features: int = layout(eqn).rhs_spec[0]
@@ -62,7 +61,7 @@ def contracted(eqn: jex_core.JaxprEqn) -> int:
 
 
 def summed(eqn: jex_core.JaxprEqn) -> float:
-    """How many terms each element of a product or a sum has; on average."""
+    """Returns the number of terms in each element of a product or a sum, on average."""
     match eqn.primitive.name:
         case "dot_general" | "conv_general_dilated" | "ragged_dot_general":
             return contracted(eqn)
@@ -75,12 +74,12 @@ def summed(eqn: jex_core.JaxprEqn) -> float:
 
 
 def multiplied(eqn: jex_core.JaxprEqn) -> str:
-    """What a product multiplies: one dtype, or two, as in ``bfloat16*float32``."""
+    """Returns the dtypes that a product multiplies: one, or two as in ``bfloat16*float32``."""
     return "*".join(sorted({str(dtype_of(v)) for v in eqn.invars[:2]}))
 
 
 def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:
-    """The sizes of the axes of the result that come from the left operand alone, and the right."""
+    """Returns the sizes of the result's axes that only the left operand has, and only the right."""
     left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     if eqn.primitive.name == "conv_general_dilated":
         batch, features, *space = layout(eqn).out_spec
@@ -94,36 +93,36 @@ def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:
 
 
 def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
-    """Of a ``broadcast_in_dim``: for each axis of the operand, which of the result it is."""
+    """Returns, for each axis of a ``broadcast_in_dim``'s operand, the axis of the result."""
     return tuple(eqn.params["broadcast_dimensions"])
 
 
 def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
-    """The axes that a reduction adds up, or takes the largest of."""
+    """Returns the axes that a reduction, such as a sum or a maximum, is over."""
     return tuple(map(int, eqn.params["axes"]))
 
 
 def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
-    """The sizes of what a reduction of an array sums over, by its parameters."""
+    """Returns the sizes of the axes that a reduction of an array is over, given its parameters."""
     return tuple(aval.shape[i] for i in params["axes"])
 
 
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
-    """Of a ``transpose``: for each axis of the result, which of the operand it is."""
+    """Returns, for each axis of a ``transpose``'s result, the axis of the operand."""
     return tuple(eqn.params["permutation"])
 
 
 class Gather(NamedTuple):
-    """What a gather looks up: slices of its operand, where indices say.
+    """The slices that a gather takes of its operand, and their axes.
 
     Attributes:
-      axes: for each entry of an index, which axis of the operand it is along.
-      sizes: those of a slice, along each axis of the operand.
+      axes: for each entry of an index, the axis of the operand that it is along.
+      sizes: of a slice, along each axis of the operand.
       offsets: the axes of the result that run within a slice.
-      batch: those that the indices have, in their order.
-      sliced: for each axis of the operand that a slice has, which of the result it is.
-      shared: for each axis of the operand that the indices have as well, which of the result it is.
-      clamps: whether indices out of bounds are moved within them.
+      batch: the axes of the result that come from the indices, in their order.
+      sliced: for each axis of the operand that slices keep, the axis of the result.
+      shared: for each batch axis of the operand that the indices have too, the axis of the result.
+      clamps: whether indices out of bounds are clamped.
     """
 
     axes: Axes
@@ -136,7 +135,7 @@ class Gather(NamedTuple):
 
 
 def gather(eqn: jex_core.JaxprEqn) -> Gather:
-    """What a gather looks up."""
+    """Returns the slices that a gather takes, and their axes."""
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     offsets = tuple(map(int, numbers.offset_dims))
     operand, out = (len(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
@@ -156,16 +155,16 @@ def gather(eqn: jex_core.JaxprEqn) -> Gather:
 
 
 def iota_axis(eqn: jex_core.JaxprEqn) -> int:
-    """The axis along which an ``iota`` counts."""
+    """Returns the axis along which an ``iota`` counts."""
     return int(eqn.params["dimension"])
 
 
 def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, int, bool]:
-    """What an ``all_gather`` gathers.
+    """Reads the parameters of an ``all_gather``.
 
     Returns:
-      The axis along which it does, or the one that is new; the axes of devices over which; which
-      devices do so together, if not all; how many; whether blocks are joined, and not stacked.
+      The axis that is concatenated, or the new one; the mesh axes; the groups of devices that
+      gather, if not all together; the size of a group; whether it concatenates, and does not stack.
     """
     params = eqn.params
     axis, axes = params["all_gather_dimension"], params["axis_name"]
@@ -173,13 +172,13 @@ def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, in
 
 
 def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
-    """What a ``convert_element_type`` makes of its operand."""
+    """Returns the dtype that a ``convert_element_type`` converts to."""
     dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
     return dtype
 
 
 def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation converts values of 8 bits or less."""
+    """Returns whether an equation converts values of 8 bits or less."""
     if eqn.primitive.name != "convert_element_type":
         return False
     dtype = getattr(eqn.invars[0].aval, "dtype", None)
@@ -187,21 +186,21 @@ def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
 
 
 def precision(eqn: jex_core.JaxprEqn) -> Any:
-    """What the author asked of a contraction: None, a precision, one for each operand, a preset."""
+    """Returns a contraction's `precision`: None, a precision, one for each operand, or a preset."""
     return eqn.params.get("precision")
 
 
 def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether a contraction can be told the dtype that it accumulates and returns."""
+    """Returns whether a contraction has a parameter for the dtype it accumulates and returns."""
     return "preferred_element_type" in eqn.params
 
 
 def exponent(params: Mapping[str, Any]) -> int:
-    """The power of an ``integer_pow``."""
+    """Returns the exponent of an ``integer_pow``."""
     return int(params["y"])
 
 
 def jitted_name(eqn: jex_core.JaxprEqn) -> str:
-    """The name of the function that a jit calls; empty for other equations."""
+    """Returns the name of the function that a jit calls; empty for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
     return name if isinstance(name, str) else ""

@@ -1,9 +1,9 @@
 """Products of 16-bit operands whose results are float32.
 
-`lax.dot_general` has float32 results of 16-bit operands, but no derivative of them in which all
-products are of 16 bits; and a product that was transposed is one with what moves its operands and
-its result. So a product in float32 (`summed_wide`) is a jaxpr in float32 that is evaluated of
-16-bit operands, as a primitive. Its own derivative is of 16 bits.
+`lax.dot_general` can return float32 for 16-bit operands, but the products of its derivative then
+are not all of 16 bits; and a transposed product includes the moves of its operands and its result.
+So a product in float32 (`summed_wide`) is a primitive: a float32 jaxpr, evaluated on 16-bit
+operands. Its derivative multiplies 16 bits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FLOAT32 = np.dtype(np.float32)
 DType = np.dtype[Any]
 
 
-# Jaxprs of a contraction, and of what moves its operands and its result.
+# Jaxprs of a contraction, and of the moves of its operands and its result.
 
 
 def in_float32(*arrays: Any) -> tuple[Any, ...]:
-    """The types of arrays in float32; of integers as they are."""
+    """Returns the avals of arrays in float32; those of integers unchanged."""
     avals = map(jax.typeof, arrays)
     return tuple(x if x.dtype.kind in "iu" else with_dtype(x, FLOAT32) for x in avals)
 
@@ -39,10 +39,10 @@ def in_float32(*arrays: Any) -> tuple[Any, ...]:
 def evaluated(
     jaxpr: Any, operands: Sequence[Any], sums: DType, convolved: DType | None = None
 ) -> Any:
-    """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes.
+    """Evaluates a closed jaxpr of a contraction and moves on operands of other dtypes.
 
-    The contraction makes it in the dtype `sums`; a convolution in `convolved`, if that is given,
-    which is then converted.
+    The contraction returns the dtype `sums`; a convolution returns `convolved`, if that is given,
+    and is converted to `sums`. The jaxpr has one result.
     """
     opened, consts = compat.closed(jaxpr)
     env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))
@@ -60,18 +60,18 @@ def evaluated(
 
 
 def as_function(jaxpr: Any) -> Callable[..., Any]:
-    """A closed jaxpr of one result as a function."""
+    """Returns a closed jaxpr of one result as a function."""
     return lambda *operands: jaxpr_as_fun(jaxpr)(*operands)[0]
 
 
 @compat.cached_trace
 def mapped(jaxpr: Any, axes: tuple[int | None, ...]) -> Any:
-    """A closed jaxpr of one result, under `jax.vmap`, at the types of its operands."""
+    """Returns a closed jaxpr of one result under `jax.vmap`, at the avals of its operands."""
     return jax.vmap(as_function(jaxpr), in_axes=axes)
 
 
 def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
-    """The type of the result of a primitive that keeps what it runs as the parameter `jaxpr`."""
+    """Returns the aval of a primitive's result: that of its parameter `jaxpr`, which it runs."""
     [out] = compat.closed(jaxpr).jaxpr.outvars
     return out.aval
 
@@ -80,12 +80,12 @@ def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
 
 
 def summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
-    """What a closed jaxpr in float32 contracts, of low operands, in float32."""
+    """Evaluates a closed float32 jaxpr of a contraction on low operands; the result is float32."""
     return wide_p.bind(*operands, jaxpr=_wide(tuple(map(jax.typeof, operands)), jaxpr))
 
 
 def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
-    """The float32 `lax.dot_general` of 16-bit arrays; its derivative is a product of 16 bits."""
+    """Returns the float32 `lax.dot_general` of 16-bit arrays; its derivative multiplies 16 bits."""
     return summed_wide(_dot(in_float32(a, b), dims, out_sharding), (a, b))
 
 
@@ -107,14 +107,14 @@ def _run_wide(*operands: Any, jaxpr: Any) -> Any:
 
 
 def _run_wide_on_cpu(*operands: Any, jaxpr: Any) -> Any:
-    # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
+    # The same numbers: XLA on CPU lacks this product in some layouts, and fails at run time.
     wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
     return evaluated(jaxpr, wide, FLOAT32)
 
 
 def _run_wide_on_gpu(*operands: Any, jaxpr: Any) -> Any:
-    # A convolution gives what it takes: XLA for GPUs has none of 16-bit operands in float32, and
-    # would multiply float32 copies of them.
+    # A convolution returns its operands' dtype: XLA for GPUs has none from 16 bits to float32, and
+    # would multiply float32 copies of the operands.
     low = next(x.dtype for x in operands if x.dtype.kind not in "iu")
     return evaluated(jaxpr, operands, FLOAT32, convolved=low)
 
@@ -122,8 +122,8 @@ def _run_wide_on_gpu(*operands: Any, jaxpr: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _jitted(jaxpr: Any) -> Callable[..., Any]:
     def run(*operands: Any) -> Any:
-        # Called without a trace by `jax_debug_nans` alone: once more, without jit, where the result
-        # was not a number. The primitive would come back here.
+        # Only `jax_debug_nans` calls this without a trace: it runs the function again without jit
+        # where the result was a NaN. Binding the primitive would recurse.
         run_here = wide_p.bind if any(map(is_tracer, operands)) else _run_wide_on_cpu
         return run_here(*operands, jaxpr=jaxpr)
 
@@ -131,7 +131,7 @@ def _jitted(jaxpr: Any) -> Callable[..., Any]:
 
 
 def _run_at_once(*operands: Any, jaxpr: Any) -> Any:
-    # Under `jax.disable_jit` the jit would bind the primitive, which would come back here.
+    # Under `jax.disable_jit` the jit would bind the primitive, and recurse.
     with jax.disable_jit(disable=False):
         return _jitted(jaxpr)(*operands)
 
@@ -144,7 +144,7 @@ def _jvp_wide(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) ->
 def by_each(
     primals: Sequence[Any], tangents: Sequence[Any], run: Callable[[Sequence[Any], Any], Any]
 ) -> Any:
-    """The tangent of what is linear in each of its operands."""
+    """Returns the tangent of a function that is linear in each of its operands."""
     terms = [
         run((*primals[:i], tangent, *primals[i + 1 :]), tangent)
         for i, tangent in enumerate(tangents)

@@ -1,8 +1,8 @@
-"""What an equation with jaxprs inside is, and how it is bound again with others in their place.
+"""The inner jaxprs of an equation, and binding it again with replacements for them.
 
-This is the only place that knows the shapes of scan, while and cond and of everything that calls a
-jaxpr: one entry each in `HIGHER_ORDER`. An analysis goes through them by `dataflow`, a plan by the
-facts that `Inner` states, and need not know which primitive it is in.
+This is the only module that knows the parameters of scan, while and cond and of every primitive
+that calls a jaxpr: one entry each in `HIGHER_ORDER`. An analysis goes through them by `dataflow`, a
+plan by the attributes of `Inner`, without knowing the primitive.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Inner(NamedTuple):
 
     Attributes:
       jaxpr: the jaxpr, open or closed, as the equation holds it.
-      operands: for each of its operands, which operand of the equation it is, or is a slice of.
-      results: for each of its results, which result of the equation it becomes, or is stacked into;
-        None for one that only steers (a loop's condition).
-      shared: of a loop, how many leading operands all iterations share; else None.
-      carried: how many operands after those are the first results of the iteration before.
-      trips: how often it runs; None if that is not known before it runs.
+      operands: for each of its operands, the operand of the equation that it is, or is a slice of.
+      results: for each of its results, the result of the equation that it becomes, or is stacked
+        into; None for a loop's condition.
+      shared: of a loop, the number of leading operands that all iterations share; else None.
+      carried: the number of operands after those that are the first results of the previous one.
+      trips: the number of times it runs; None if that is not known in advance.
       reverse: of a loop, whether its last slice is read first.
-      chance: where one of several runs, the share of one.
+      chance: of a branch, one over the number of branches; else 1.
       rule: ``custom_jvp`` or ``custom_vjp``, if it has such a derivative rule of its own; else "".
     """
 
@@ -47,42 +47,42 @@ class Inner(NamedTuple):
 
     @property
     def loops(self) -> bool:
-        """Whether it runs again and again."""
+        """Whether it is the body or the condition of a loop."""
         return self.shared is not None
 
     @property
     def open_ended(self) -> bool:
-        """Whether it runs until a condition says that it is enough."""
+        """Whether it is part of a loop that runs until a condition is false."""
         return self.loops and self.trips is None
 
     @property
     def carries(self) -> range:
-        """The operands that its first results are in the next iteration."""
+        """The operands that its first results become in the next iteration."""
         start = self.shared or 0
         return range(start, start + self.carried)
 
     @property
     def times(self) -> Any:
-        """How often it runs; once, where that is not known."""
+        """The number of times it runs; 1 where that is not known."""
         return 1 if self.trips is None else self.trips
 
 
 class Replacement(Protocol):
-    """What takes the place of an inner jaxpr: the same operands and results, in other dtypes."""
+    """A function in place of an inner jaxpr, with its operands and results in other dtypes."""
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Its results, computed here and now."""
+        """Computes its results."""
 
     def trace(self) -> Any:
-        """Its closed jaxpr."""
+        """Returns its closed jaxpr."""
 
 
 class HigherOrder(NamedTuple):
     """A primitive with jaxprs inside.
 
     Attributes:
-      inside: from an equation to its jaxprs, in the order in which they are replaced.
-      rebind: from an equation, operands and one replacement for each of its jaxprs to results.
+      inside: returns the jaxprs of an equation, in the order in which they are replaced.
+      rebind: returns the results, given the equation, operands and one replacement per inner jaxpr.
       thread: the same with extra operands and results; None: nothing can be threaded through it.
     """
 
@@ -92,7 +92,7 @@ class HigherOrder(NamedTuple):
 
 
 def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
-    """The jaxprs that running an equation runs; none if its primitive is not known to have any.
+    """Returns the jaxprs that running an equation runs; none if its primitive is not in the table.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -107,16 +107,16 @@ def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 
 def steering(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The operands that no jaxpr inside reads: they say which of them runs."""
+    """Returns the operands that no inner jaxpr reads: they select the one that runs."""
     read = {i for inner in inside(eqn) for i in inner.operands}
     return tuple(i for i in range(len(eqn.invars)) if i not in read)
 
 
 def rebind(eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]) -> list[Any]:
-    """Binds an equation again, with something else in place of each jaxpr inside.
+    """Binds an equation again, with a replacement for each inner jaxpr.
 
-    Every other parameter stays as it was. Functions with derivative rules of their own are run in
-    place, without them: `derivatives` makes the rules of the new function.
+    Every other parameter stays as it was. Functions with custom derivative rules are run in place,
+    without the rules: `derivatives` makes those of the new function.
     """
     return HIGHER_ORDER[compat.kind(eqn)].rebind(eqn, operands, replacements)
 
@@ -129,15 +129,15 @@ def rebuild(
 ) -> Out:
     """Binds an equation again with extra operands and results threaded through its jaxprs.
 
-    Where nothing is threaded, `rebind` leaves the equation more as it was. Derivative rules stay,
-    and know nothing of what is threaded: extra results have no tangents.
+    Where nothing is threaded, `rebind` changes less of the equation. Derivative rules stay, and do
+    not see what is threaded: extra results have no tangents.
 
     Args:
       eqn: the equation.
       operands: its operands.
       replacements: for each of its jaxprs a function of the extra operands and of the operands of
-        that jaxpr. It gives the jaxpr's results and a dict of extra results (`aux_outputs.Extra`).
-        What else it reads comes in `extra_in`.
+        that jaxpr. It returns the jaxpr's results and a dict of extra results
+        (`aux_outputs.Extra`). All other arrays that it reads are in `extra_in`.
       extra_in: arrays that all of them get, in every iteration and on every device.
 
     Returns:
@@ -146,8 +146,8 @@ def rebuild(
 
     Raises:
       TypeError: if nothing can be threaded through the primitive.
-      ValueError: if an extra result meets a while loop and does not say how it is joined, or is of
-        two shapes.
+      ValueError: if an extra result in a while loop has a Join without `combine`, or an extra
+        result has two shapes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -169,7 +169,7 @@ def rebuild(
 
 
 def _observed(replacement: Threaded) -> Threaded:
-    """A replacement whose extra results have no tangents."""
+    """Stops the gradients of a replacement's extra results."""
 
     def run(extra_in: Sequence[Any], *arrays: Any) -> Out:
         results, extras = replacement(extra_in, *arrays)
@@ -199,7 +199,7 @@ def _run_in_place(
 def _rebind_parameters(
     names: Sequence[str], eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
 ) -> list[Any]:
-    """Of what has each of its jaxprs in a parameter: scan, while, jit and remat."""
+    """Rebinds a primitive that has each inner jaxpr in a parameter: scan, while, jit or remat."""
     rematted = compat.rematerialized(eqn, replacements[0])
     if rematted is not None:
         return list(rematted(*operands))
@@ -214,9 +214,9 @@ _rebind_jaxpr = partial(_rebind_parameters, ("jaxpr",))
 
 
 def sums_as_given(eqn: JaxprEqn) -> bool:
-    """Whether it is a `shard_map` whose transpose adds up the gradients of what all devices have.
+    """Returns whether it is a `shard_map` whose transpose sums gradients of replicated operands.
 
-    With `check_vma` it is a `pvary` inside that does.
+    With `check_vma`, a `pvary` inside sums them.
     """
     return eqn.primitive.name == "shard_map" and not eqn.params["check_vma"]
 

@@ -1,14 +1,14 @@
-"""Products of 16-bit operands whose gradients by parameters are float32.
+"""Products of 16-bit operands whose gradients with respect to parameters are float32.
 
-A 16-bit copy of a parameter has a gradient of 16 bits: where that is a sum over devices, partial
-sums are rounded before they cross, and added in 16 bits on the way. So the result of a contraction
-is passed on by a function that returns it, and has the derivative of the contraction: by the other
-operands as it is, by the copy zero, and by the parameter itself
+A 16-bit copy of a parameter has a 16-bit gradient: where that is a sum over devices, partial sums
+are rounded before they are sent, and added in 16 bits. So the result of a contraction goes through
+an identity function with the contraction's derivative: unchanged with respect to the other
+operands, zero with respect to the copy, and with respect to the parameter itself
 
     dw32 -> x16 @ narrow(dw32)
 
-That is a primitive, whose transpose is a product in float32. `x16` is all that is kept for it. In a
-program that was differentiated in reverse it is gone.
+That is a primitive, whose transpose is a product in float32. `x16` is its only residual. A program
+that was differentiated in reverse mode no longer has it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Parameter(NamedTuple):
 
     Attributes:
       array: the parameter.
-      moves: what moves it on the way, in order, each of one operand.
+      moves: the operations that move it on the way, in order, each of one operand.
     """
 
     array: Any
     moves: tuple[PrimitiveCall, ...] = ()
 
     def moved(self) -> Any:
-        """The parameter as the contraction reads it, in float32."""
+        """Returns the parameter as the contraction reads it, in float32."""
         return _moved(self.array, self.moves)
 
 
@@ -64,14 +64,14 @@ def contract(
     low: DType,
     without: int | None = None,
 ) -> Any:
-    """A contraction, whose gradients by parameters are float32.
+    """Runs a contraction whose gradients with respect to parameters are float32.
 
     Args:
       eqn: the contraction.
       operands: its operands, in the low dtype; integers, as ragged products have, as they are.
-      parameters: those of them that are copies of parameters: which.
+      parameters: the parameters that operands are copies of, by the operand's position.
       low: the dtype of the result.
-      without: an operand whose gradient is found elsewhere.
+      without: an operand whose gradient is computed elsewhere.
     """
     sources = tuple((i, p.moves, *in_float32(p.array)) for i, p in parameters.items())
     run = _contraction(PrimitiveCall.of(eqn), in_float32(*operands), sources, low, without)
@@ -82,7 +82,7 @@ def contract(
 def _contraction(
     op: PrimitiveCall, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
 ) -> Callable[..., Any]:
-    """`contract`, as a function of the operands and the parameters, at their types in float32.
+    """Returns `contract` as a function of operands and parameters, at their avals in float32.
 
     It is inlined into the program that calls it: JAX traces and differentiates it once.
     """
@@ -104,7 +104,7 @@ def _contraction(
         operands, terms = primals[1 : 1 + count], []
         for i, tangent in enumerate(tangents[1:]):
             if isinstance(tangent, SymbolicZero) or i in sides or i == without:
-                continue  # a copy is not a function of its own
+                continue  # a copy's tangent is that of its parameter
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
             terms.append(multiply(given) if i < count else by(i - count).bind(given))
@@ -114,7 +114,7 @@ def _contraction(
     with_gradients.defjvp(jvp, symbolic_zeros=True)
 
     def run(*arrays: Any) -> Any:
-        # In the open, where the policies of `jax.checkpoint` see a product that they may save.
+        # Outside of the custom_jvp, where policies of `jax.checkpoint` see a product to save.
         operands = without_tangents(*arrays[:count])
         return with_gradients(multiply(operands), *arrays)
 
@@ -123,10 +123,10 @@ def _contraction(
 
 @jax.custom_jvp
 def without_tangents(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays as they are, for a result that gets its derivative elsewhere.
+    """Returns arrays without their tangents, for a result whose derivative is defined elsewhere.
 
-    Not `lax.stop_gradient`: what does not know derivative rules (`jax.experimental.jet`, loops of
-    JAX 0.10 that are differentiated twice) runs the product, and would find no derivative at all.
+    Not `lax.stop_gradient`: what ignores derivative rules (`jax.experimental.jet`, loops of
+    JAX 0.10 that are differentiated twice) differentiates the product, and would find it constant.
     """
     return arrays
 
@@ -140,15 +140,15 @@ without_tangents.defjvp(_no_tangents, symbolic_zeros=True)
 
 
 def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None = None) -> Parameter:
-    """A parameter whose low copy was sent to other devices.
+    """Returns a parameter for a low copy that was sent to other devices.
 
-    All that read it there have their gradients added up in float32, before those are sent back.
+    The gradients of all its readers there are summed in float32 before they are sent back.
 
     Args:
-      eqn: what sent it.
+      eqn: the equation that sent it.
       copy: the low copy, as it arrived.
       parameter: the parameter, as it was sent.
-      wire: the dtype in which the gradients of what was gathered are sent, if not in float32.
+      wire: the dtype in which the gradient of a gathered parameter is sent, if not in float32.
     """
 
     @jax.custom_jvp
@@ -169,10 +169,10 @@ def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None =
 
 
 def _gathered(array: Any, eqn: JaxprEqn, wire: DType) -> Any:
-    """What `lax.all_gather` makes of an array: a copy sent to each device, in 16 bits.
+    """Computes `lax.all_gather` of an array by sending a copy to each device, in the dtype `wire`.
 
-    That is for its transpose: the parts of a gradient cross in 16 bits, to where they are added up
-    in float32. The transpose of a gather adds up in the dtype in which they cross.
+    That is for its transpose: the parts of a gradient are sent in 16 bits, to where they are summed
+    in float32. The transpose of a gather sums in the dtype in which it sends.
     """
     at, axes, groups, devices, tiled = all_gather_of(eqn)
     copies = lax.convert_element_type(lax.broadcast(array, (devices,)), wire)
@@ -185,9 +185,9 @@ def _gathered(array: Any, eqn: JaxprEqn, wire: DType) -> Any:
 
 
 def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
-    """Rows of the low copy of a table, whose gradients are added up in float32.
+    """Gathers rows of the low copy of a table; their gradients are summed in float32.
 
-    The operands are that copy, and where to look.
+    The operands are that copy, and the indices.
     """
     gather = PrimitiveCall.of(eqn)
 
@@ -197,8 +197,8 @@ def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         copy, _, *where = primals
-        # A barrier for the gradient: or XLA for GPUs, where a table is used twice, gathers this one
-        # after it has added it up over the devices, to add the other.
+        # A barrier for the gradient: else XLA for GPUs, where a table is used twice, sums this one
+        # over devices and then gathers it, to add the other.
         read = _moved(lax.optimization_barrier(tangents[1]), table.moves)
         wide = gather(read, *where)
         return rows(*primals), lax.convert_element_type(wide, copy.dtype)
@@ -223,7 +223,7 @@ def _of_moved(op: PrimitiveCall, side: int, moves: Sequence[PrimitiveCall]) -> A
     return contraction
 
 
-# The derivative by a parameter.
+# The derivative with respect to a parameter.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -231,8 +231,8 @@ class _ParameterProduct:
     """A contraction with a parameter, as a primitive that is linear in it.
 
     Attributes:
-      jaxpr: a closed jaxpr in float32, of a contraction and what moves its operands and result.
-      side: which operand is the parameter.
+      jaxpr: a closed float32 jaxpr of a contraction and the moves of its operands and result.
+      side: the position of the parameter among the operands.
       low: the dtype of the other operands, and of the result.
     """
 
@@ -241,12 +241,12 @@ class _ParameterProduct:
     low: DType
 
     def bind(self, operands: Sequence[Any]) -> Any:
-        """The result, low, of a float32 parameter and other operands, low."""
+        """Binds the primitive to a float32 parameter and low operands; the result is low."""
         types = tuple(map(jax.typeof, operands))
         return by_parameter_p.bind(*operands, product=self, jaxpr=_forward(types, self))
 
     def narrow(self, operands: Sequence[Any]) -> Any:
-        """The result of operands in any dtypes."""
+        """Computes the low result of operands in any dtypes."""
         given = list(operands)
         given[self.side] = lax.convert_element_type(given[self.side], self.low)
         return evaluated(self.jaxpr, given, self.low)
@@ -254,14 +254,14 @@ class _ParameterProduct:
 
 @compat.cached_trace
 def _forward(product: _ParameterProduct) -> Any:
-    """A closed jaxpr of the primitive: also for whoever looks inside it."""
+    """Returns a closed jaxpr of the primitive, which is also its inner jaxpr to analyses."""
     return lambda *operands: product.narrow(operands)
 
 
 @compat.cached_trace
 def _transposed(product: _ParameterProduct, by: int) -> Any:
-    """A closed jaxpr in float32, of the gradient and the others: the product, transposed by one."""
-    # Not the type of its gradient, which may say otherwise over which devices it is summed.
+    """Returns a closed float32 jaxpr, of `g` and the others: the product's transpose by `by`."""
+    # Not the aval of the gradient, which may differ in the devices it is summed over.
     of = compat.closed(product.jaxpr).jaxpr.invars[by].aval
 
     def transposed(g: Any, *others: Any) -> Any:

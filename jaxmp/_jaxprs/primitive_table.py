@@ -6,12 +6,12 @@ The classes say what autocast does with a primitive:
 * ``full``: numerically sensitive; runs in float32.
 * ``follow``: elementwise; runs low with a low operand when a contraction wants the result.
 * ``transparent``: moves or selects values without changing them; runs in the dtype they have, or
-  in which the products that read them multiply.
-* ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
+  in that of the products that read them.
+* ``own``: runs exactly as written, as does a primitive that is not listed.
 
-The flags say what else is true of it: who reads a flag asks which primitives are `flagged` so.
-Higher-order primitives (scan, cond, …) are not listed: `jaxmp._jaxprs.higher_order` says what is
-inside them.
+The flags are further properties; `flagged` returns the primitives that have one.
+Higher-order primitives (scan, cond, …) are not listed: `jaxmp._jaxprs.higher_order` has their
+inner jaxprs.
 """
 
 from __future__ import annotations
@@ -24,66 +24,66 @@ from typing import NamedTuple
 
 
 class Flag(enum.Flag):
-    """What may be true of a primitive, whatever its class."""
+    """A property that a primitive of any class may have."""
 
     # --- numerics ---
 
-    # `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: where a value meets a statistic of its own.
+    # `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: combines a value with its own statistic.
     NORMALIZING = enum.auto()
     # The affine end of a normalization. The first `follow` op without this flag, on the way to a
     # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
     AFFINE = enum.auto()
-    # Chooses among its operands: with constants, exact on low ones.
+    # Selects among its operands: exact if these are low or constants.
     CHOOSING = enum.auto()
-    # Rounds to whole numbers, or by them: what reaches it is a position, as what becomes integers.
+    # Rounds to integers, or takes a remainder: its operand is a position, as of a cast to integers.
     ROUNDING = enum.auto()
-    # Compares its operands: what is compared with whole numbers is a position as well.
+    # Compares its operands: one that is compared with integers is a position as well.
     COMPARING = enum.auto()
-    # A linear system or decomposition: makes small errors of its operand large, and what it returns
-    # may be large numbers that cancel.
+    # A linear system or decomposition: amplifies small errors of its operand, and may return large
+    # numbers that cancel.
     SOLVING = enum.auto()
-    # A function of an angle, which makes its errors large as well.
+    # A function of an angle, whose errors it amplifies.
     PERIODIC = enum.auto()
-    # One of `PERIODIC` that, of a position, is an entry of a table.
+    # One of `PERIODIC` that turns a position into an entry of a table.
     WAVES = enum.auto()
-    # A function that ends somewhere, and is steep there.
+    # A function whose domain has a boundary, where it is steep.
     ENDING = enum.auto()
-    # A running sum or product: positions, times, knots, which are differenced.
+    # A running sum or product: of positions, times or knots, whose differences are taken.
     CUMULATIVE = enum.auto()
-    # A sum by index (`segment_sum`). Its summands are arrays in memory, as those of products are.
+    # A sum by index (`segment_sum`). Its summands are arrays in memory, like operands of products.
     POOLING = enum.auto()
-    # Makes numbers beyond float16's range out of numbers within, as contractions do: policies with
-    # `saturate` clip its results. What others make infinite, log(0), is so in every dtype.
+    # May exceed float16's range with operands within it, as contractions may: policies that
+    # `saturate` clip its results. Infinities of others, as log(0), are infinite in every dtype.
     GROWING = enum.auto()
     # Its operands are terms, which may cancel.
     SUMMING = enum.auto()
-    # Its result has the loss scale as a factor as often as its operands have it. So have the
+    # Its result has the loss scale as a factor to the same power as its operands. So have the
     # results of all `transparent` ones, which do not need this flag.
     LINEAR = enum.auto()
 
     # --- arrays ---
 
-    # Rows of a table by their numbers.
+    # Looks up rows of a table by index.
     LOOKING_UP = enum.auto()
     # A move that changes neither values nor their order of magnitude.
     MOVING = enum.auto()
     # One of `MOVING` that neither drops nor repeats an element.
     REORDERING = enum.auto()
-    # Takes a value in parts, each as it is.
+    # Takes or joins parts of values, each unchanged.
     IN_PARTS = enum.auto()
-    # Joins operands, or an operand and what is around it.
+    # Joins operands, or an operand and its padding.
     JOINING = enum.auto()
-    # Sends values from device to device, or says that they are there.
+    # Sends values from device to device, or declares where they are.
     CROSSING = enum.auto()
     # One of `CROSSING` that hands a value on to another device.
     HANDING_ON = enum.auto()
     # Its transpose sums over what it repeats, so a 16-bit operand is widened around it: the values
     # are the same and the sum in the backward pass is float32.
     REPEATING = enum.auto()
-    # Elementwise, broadcasts operands of size 1 by itself; so its transpose sums.
+    # Elementwise, and broadcasts operands of size 1, so its transpose sums.
     BROADCASTING = enum.auto()
-    # One of `BROADCASTING` whose operands are saved for the backward pass: `bind.scale` saves them
-    # small.
+    # One of `BROADCASTING` whose operands are residuals: `bind.rescaled` saves them before they are
+    # broadcast.
     SCALING = enum.auto()
     # Writes one operand into another, and keeps the dtype of the first.
     WRITING = enum.auto()
@@ -94,16 +94,16 @@ class Flag(enum.Flag):
 
     # Bound again each time: it has effects, names an axis, or its parameters are not hashable.
     UNCACHED = enum.auto()
-    # Computed of numbers when a program is planned.
+    # Evaluated when a program is planned, where its operands are known numbers.
     FOLDED = enum.auto()
-    # Cheap to rematerialize in the backward pass. Or complex, as `fft` and `eig`: what
-    # `jax.checkpoint` keeps it rounds by `lax.reduce_precision`, which takes no complex values
+    # Cheap to rematerialize in the backward pass. Or complex, as `fft` and `eig`: `jax.checkpoint`
+    # rounds the values that it saves by `lax.reduce_precision`, which takes no complex ones
     # (JAX 0.10 to 0.12).
     CHEAP = enum.auto()
-    # Computes in the dtype of its operands, whatever it is; its parameters say the dtype of the
-    # result at most.
+    # Computes in the dtype of its operands, whichever it is; its only dtype parameter, if any, is
+    # that of the result.
     POLYMORPHIC = enum.auto()
-    # Its results are elements of its operands, each as it is: there is nothing to measure.
+    # Its results are elements of its operands, unchanged: there is nothing to measure.
     UNMEASURED = enum.auto()
 
     # Its results are elements of its operands, or of a given dtype next to them: no error is made
@@ -247,12 +247,12 @@ TABLE = dict(_parsed())
 
 
 def of_kind(*kinds: str) -> frozenset[str]:
-    """The primitives of some classes."""
+    """Returns the primitives of some classes."""
     return frozenset(name for name, prim in TABLE.items() if prim.kind in kinds)
 
 
 def flagged(flags: Flag) -> frozenset[str]:
-    """The primitives that have any of these flags.
+    """Returns the primitives that have any of these flags.
 
     Example:
       >>> sorted(flagged(Flag.WAVES | Flag.LOOKING_UP))

@@ -1,20 +1,20 @@
-"""The named scopes that jaxmp leaves in a program: for what reads it later, and for profiles."""
+"""The named scopes that jaxmp leaves in a program: for its own later passes, and for profiles."""
 
 # The conversions that autocast adds.
 CAST = "jaxmp_cast"
 
-# Before the reason for which a contraction stays float32.
+# The prefix of the reason why a contraction stays float32.
 KEPT = "jaxmp_keeps="
 
-# Before the reason for which a policy's recipe does not multiply a contraction: as it should be,
-# because it is not a layer or the last one; or because it cannot.
+# The prefixes of the reason why a policy's recipe does not multiply a contraction: as intended,
+# because it is not a layer's or is the last one; or because it cannot.
 SKIPPED = "jaxmp_skips="
 MISSED = "jaxmp_misses="
 
-# Before the reason for which no kernel computes attention, though a policy asks for it.
+# The prefix of the reason why no kernel computes attention, though a policy asks for it.
 UNFUSED = "jaxmp_unfused="
 
-# Before the format whose values a product multiplies in a wider one, where hardware lacks it.
+# The prefix of a format whose values a product multiplies in a wider one, where hardware lacks it.
 EMULATED = "jaxmp_emulates="
 
 # A region with a policy of its own carries this and the policy's string: as the name of a jitted
@@ -22,23 +22,23 @@ EMULATED = "jaxmp_emulates="
 # named scope, which needs no lifting.
 REGION = "jaxmp:"
 
-# Before the policy, where it is a layer's own `dtype=float32` that marks the region.
+# The prefix of the policy, where the region comes from a layer's own `dtype=float32`.
 OWN = "own:"
 
 # Around the division of gradients by the scale of the loss.
 UNSCALE = "jaxmp_unscale"
 
-# Around the test of what a loss scaler is given.
+# Around a loss scaler's test that its gradients are finite.
 TESTED = "jaxmp_tested"
 
-# Around the cotangent with which a measured backward pass begins.
+# Around the initial cotangent of a measured backward pass.
 SEED = "jaxmp_seed"
 
-# Around a squeeze that changes nothing, of what a wrapped module knows to be a parameter.
+# Around a squeeze that changes nothing, of an array that a wrapped module knows is a parameter.
 PARAMETER = "jaxmp_parameter"
 
-# Around what turns a quantized weight into an array: it runs in float32, and gives a parameter.
+# Around the dequantization of a weight: it runs in float32, and its result is a parameter.
 DEQUANTIZE = "jaxmp_dequantize"
-# Around that, where it is rows of a table that are looked up, which are not weights.
+# Around the dequantization of rows that are looked up in a table, which are not weights.
 ROWS = "jaxmp_rows"
 EXACTLY = f"{REGION}float32"

@@ -1,4 +1,4 @@
-"""Where an equation was written: the user's line, and the Flax module."""
+"""The source of an equation: the user's line, and the Flax module."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from jaxmp._jaxprs.scopes import (
     UNSCALE,
 )
 
-# Where Python keeps what is installed, and what belongs to it.
+# The folders of installed packages and of the standard library.
 _INSTALLED = {
     *site.getsitepackages(),
     site.getusersitepackages(),
     *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
 }
-# Libraries that need not be there: on PYTHONPATH, behind a link or a .pth file, they are known by
-# where they were loaded from.
+# Libraries that may be elsewhere (on PYTHONPATH, behind a link or a .pth file): they are recognized
+# by the folder they were loaded from.
 _PACKAGES = (
     "jax", "jaxlib", "jaxmp", "flax", "optax", "jmp", "numpy", "ml_dtypes",
     "chex", "diffrax", "distrax", "einops", "equinox", "haiku", "jaxopt", "jaxtyping", "lineax",
     "optimistix", "orbax",
 )  # fmt: skip
-# Those of them that promote types for whoever calls them.
+# Those that promote types on behalf of their caller.
 _PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 # Scopes that are not the user's begin with one of these.
@@ -53,7 +53,7 @@ _NOT_MODULES = ("rematted_computation", *_MARKS)
 
 
 def level_of_user() -> int:
-    """The `stacklevel` at which a function that warns was called from outside of the libraries."""
+    """Returns the `stacklevel` of the innermost caller outside of JAX, Flax and jaxmp, to warn."""
     folders = (*_PROMOTING, str(Path(__file__).parents[1]) + os.sep, "<")
     for level, frame in enumerate(inspect.stack(0)[1:], start=1):
         if not frame.filename.startswith(folders) and frame.filename != contextlib.__file__:
@@ -62,12 +62,12 @@ def level_of_user() -> int:
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation belongs to a backward pass."""
+    """Returns whether an equation belongs to a backward pass."""
     return in_scope(eqn, "transpose(")
 
 
 def in_scope(eqn: JaxprEqn, scope: str) -> bool:
-    """Whether an equation stands in a named scope, or a transformation, that has this in it."""
+    """Returns whether the name stack of an equation, as text, contains `scope`."""
     return _names(name_stack(eqn), scope)
 
 
@@ -77,11 +77,11 @@ def _names(stack: Any, scope: str) -> bool:
 
 
 def user_line(eqn: JaxprEqn) -> str:
-    """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
+    """Returns ``file.py:line`` of the innermost frame outside of libraries; empty if none is."""
     return _user_line(traceback(eqn), _libraries())
 
 
-@functools.lru_cache(maxsize=4096)  # layers that are alike were written in the same frames
+@functools.lru_cache(maxsize=4096)  # layers of one kind come from the same frames
 def _user_line(where: Any, libraries: tuple[str, ...]) -> str:
     for frame in frames(where):
         file = frame[0].co_filename
@@ -91,10 +91,10 @@ def _user_line(where: Any, libraries: tuple[str, ...]) -> str:
 
 
 def is_promotion(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
-    """Whether JAX or Flax made a conversion in order to promote types, and no author wrote it.
+    """Returns whether JAX or Flax made a conversion to promote types, and no author wrote it.
 
-    What promotes also reads what it promoted: both belong to one instruction of the code outside of
-    JAX and Flax. An author's conversion (`x.astype(...)`) is an instruction of its own.
+    A function that promotes a value also reads it: both equations come from one instruction outside
+    of JAX and Flax. An author's conversion (`x.astype(...)`) is an instruction of its own.
     """
     if in_scope(eqn, CAST):
         return True
@@ -103,42 +103,42 @@ def is_promotion(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
 
 
 def _instruction(eqn: JaxprEqn) -> tuple[Any, int] | None:
-    """The innermost instruction outside of JAX and Flax that made an equation, if that is known."""
+    """Returns the innermost instruction outside of JAX and Flax that made an equation, if known."""
     return next(
         (f for f in frames(traceback(eqn)) if not f[0].co_filename.startswith(_PROMOTING)), None
     )
 
 
 def in_library(file: str) -> bool:
-    """Whether a source file is a library's, or none at all."""
+    """Returns whether a source file is a library's, or not a file at all, as ``<string>``."""
     return file.startswith(_libraries())
 
 
 def _libraries() -> tuple[str, ...]:
-    """How the files start that are in packages which are loaded, in what is installed, or none."""
+    """Returns the path prefixes of installed packages, of loaded libraries, and of non-files."""
     return _prefixes(tuple(map(sys.modules.get, _PACKAGES)))
 
 
 @functools.lru_cache(maxsize=16)
 def _prefixes(modules: tuple[Any, ...]) -> tuple[str, ...]:
     folders = _INSTALLED.union(*(getattr(module, "__path__", ()) for module in modules))
-    folders |= {os.path.realpath(folder) for folder in folders}  # with links on the way, and not
+    folders |= {os.path.realpath(folder) for folder in folders}  # with links resolved, and not
     return ("<", *(folder.rstrip(os.sep) + os.sep for folder in folders))
 
 
 def library_line(eqn: JaxprEqn) -> str:
-    """The line in a library, where no frame is the user's; empty if it is unknown."""
+    """Returns ``file.py:line`` in a library, where no frame is the user's; empty if unknown."""
     summary = source_summary(eqn).split(" ")[0]
     return ":".join(summary.rsplit("/", 1)[-1].split(":")[:2]) if ":" in summary else ""
 
 
 def module_path(eqn: JaxprEqn) -> str:
-    """The scopes around an equation without transformations and markers: ``Model/layers_0``."""
+    """Returns an equation's scopes, without transformations and markers: ``Model/layers_0``."""
     return plain_path(str(name_stack(eqn)))
 
 
 def plain_path(stack: str) -> str:
-    """A name stack without transformations and markers."""
+    """Returns a name stack without transformations and markers."""
     while True:
         plain = _WRAPPER.sub(r"\1", stack)
         if plain == stack:

@@ -1,11 +1,11 @@
 """A call of a function of pytrees as a function of flat arrays, and its trace.
 
 Arrays are traced. Everything else (Python and NumPy numbers, booleans, strings, callables, None, …)
-stays what it is, as in a plain call: a number keeps its type and may steer control flow. What is
-traced is decided here for `autocast`, `explain`, `audit` and `preflight` alike.
+is passed as it is, as in a plain call: a number keeps its type and may steer control flow. The same
+leaves are traced for `autocast`, `explain`, `audit` and `preflight`.
 
-Every call is traced again, as `jax.grad` does it: what a function reads from elsewhere may
-have changed. Traces are kept by `jax.jit`, around all of this.
+Every call is traced again, as by `jax.grad`: the values that a function closes over may have
+changed. `jax.jit`, around all of this, caches traces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxmp._flax import is_graph_node
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced: JAX arrays, abstract arrays, NumPy arrays of a dtype JAX knows."""
+    """Returns whether a leaf is traced: JAX, abstract, and NumPy arrays of a dtype that JAX has."""
     if isinstance(leaf, np.ndarray):
         try:
             jax.typeof(leaf)
@@ -33,12 +33,12 @@ def is_array(leaf: Any) -> bool:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of what is called."""
+    """Returns the name of a function, or of the class of another callable."""
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def holds_modules(tree: Any) -> bool:
-    """Whether a tree holds NNX modules, Variables or random streams."""
+    """Returns whether a tree holds NNX modules, Variables or random streams."""
     return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
 
 
@@ -66,7 +66,7 @@ class Traced(NamedTuple):
     as_written: Callable[..., list[Any]]
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
-        """The result of the call with these arrays, and the static leaves as they are."""
+        """Returns the result of the call with these arrays, and with its static leaves."""
         return jax.tree.map(
             lambda x: x.value if isinstance(x, Static) else x,
             jax.tree.unflatten(self.tree, outs),
@@ -100,9 +100,9 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 def flatten_call(
     fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A call of `fn` as a function of its arrays, and those arrays.
+    """Returns a call of `fn` as a function of its arrays, and those arrays.
 
-    The function returns what `fn` does, with `Static` nodes in place of the static leaves.
+    The function returns the result of `fn`, with `Static` nodes in place of the static leaves.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [is_array(leaf) for leaf in leaves]

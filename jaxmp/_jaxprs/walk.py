@@ -1,4 +1,4 @@
-"""Walks over a jaxpr and all that is inside it; and one that runs it, equation by equation."""
+"""Walks over a jaxpr and its inner jaxprs, and an evaluation of it, equation by equation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxmp._jaxprs.source import in_scope, is_backward, library_line, module_pat
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an equation stands: inside others, name stacks are relative, and lines may be missing.
+    """The place of an equation: inside others, name stacks are relative, and lines may be missing.
 
     Attributes:
       path: the module path and named scopes around it, without those of transformations.
       source: ``file.py:line`` of the user's code.
-      times: how often it runs per call: lengths of scans multiplied; a while loop's body and every
-        branch of a cond count once.
+      times: the number of times it runs per call: lengths of scans multiplied; a while loop's body
+        and every branch of a cond count once.
       backward: whether it belongs to a backward pass.
-      again: whether it computes again what a `jax.checkpoint` did not keep.
+      again: whether it rematerializes a value that a `jax.checkpoint` did not save.
     """
 
     path: str = ""
@@ -33,7 +33,7 @@ class Place:
     again: bool = False
 
     def at(self, eqn: JaxprEqn) -> Self:
-        """The place of an equation in a jaxpr that stands here."""
+        """Returns the place of an equation in a jaxpr at this place."""
         return dataclasses.replace(
             self,
             path="/".join(filter(None, (self.path, module_path(eqn)))),
@@ -43,7 +43,7 @@ class Place:
         )
 
     def inside(self, inner: Inner) -> Self:
-        """The place of a jaxpr inside an equation that stands here."""
+        """Returns the place of a jaxpr inside an equation at this place."""
         return dataclasses.replace(self, times=self.times * inner.times)
 
 
@@ -67,13 +67,13 @@ def equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 def evaluate(
     jaxpr: Any, arrays: Sequence[Any], bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """The results of a jaxpr.
+    """Evaluates a jaxpr, with `bind` for each equation; returns its results.
 
     Args:
-      jaxpr: it, open or closed.
+      jaxpr: the jaxpr, open or closed.
       arrays: its arguments.
-      bind: from an equation and its operands to its results; names and lines are those that the
-        equation was written in.
+      bind: from an equation and its operands to its results; it is called in the equation's name
+        stack and at its source line.
     """
     opened, consts = closed(jaxpr)
     env: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))

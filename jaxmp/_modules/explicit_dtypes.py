@@ -1,12 +1,12 @@
-"""Which layers' `dtype=float32` is their author's own word, and which was only handed around.
+"""The layers whose `dtype=float32` is deliberate, and not just passed on to them.
 
-A program that is float32 already says nothing of a layer's `dtype=float32`: only the module does.
-Many models hand one `config.dtype` to every layer, which is what the policy replaces. It is a word
-of its own only where it tells a layer from its like, which needs a look at the whole tree. And it
-is none where it is the default of a field that it came from: of the layer, or, if most layers have
-it, of a module or configuration around it, whatever the field is called there.
+A program that is float32 anyway does not show a layer's `dtype=float32`: only the module does.
+Many models pass one `config.dtype` to every layer, which is what the policy replaces. A layer's
+float32 is deliberate only where it differs from comparable layers, which takes the whole tree to
+see. And it is not where it is the default of a field that it came from: of the layer, or, if most
+layers have it, of a module or configuration around it, whatever the field is called there.
 
-Linen and NNX say which modules there are.
+`interceptor` (Linen) and `nnx` find the modules.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _NORMS = (
 )
 _LOOKUPS = (nn.Embed, nnx.Embed)
 
-# The fields that stand at their default, which is float32: their names, and how they say it.
+# The fields that have their default value, float32: their names, and the type that spells it.
 Standing = frozenset[tuple[str, type]]
 
-_NO_DTYPE = np.dtype("V")  # of what takes none, which is another than None
+_NO_DTYPE = np.dtype("V")  # of a module without a `dtype`; None is one of Flax's values
 
 
 class ModuleInfo:
-    """A module, as it stands in the tree of the wrapped one. A layer is one that takes a `dtype`.
+    """A module in the tree of the wrapped one. A layer is a module that takes a `dtype`.
 
     Attributes:
       cls: its class.
       path: its path from the wrapped module; None if it lies outside of that.
       around: the module that it is in; None for the wrapped one, whose dtype is what the policy
         replaces. `layer_around` is the nearest layer around it.
-      policy: what the user's map has for it.
+      policy: the policy that the user's map has for it.
       wrapped: whether it was wrapped by itself, or is inside a module that was.
-      called: whether a method of it was called. A `setup` alone, which may set its dtype, is none.
-      dtype: its dtype; `float32` and `low` say whether that is float32, or has 16 bits or fewer.
-      default: whether it has the dtype that its class gives it anyway.
+      called: whether a method was called, other than `setup`, which may still set its dtype.
+      dtype: its dtype; `float32` and `low` are whether that is float32, or has 16 bits or fewer.
+      default: whether its dtype is the default of its class.
       by_default: whether its float32 may be the default of a field of a module around it.
-      handed: whether its dtype is the surrounding layer's, and says nothing of its own.
-      silent: whether it was given no dtype in a layer that is float32, which says nothing else.
+      handed: whether it has the dtype of the layer around it, so that it was just passed on.
+      silent: whether it has no dtype in a layer that is float32, and so does not differ from it.
       standing: the `_standing_at_float32` of it and of the modules around it.
       weighs: whether it, or a layer inside it, holds a weight of two or more dimensions.
     """
@@ -86,7 +86,7 @@ class ModuleInfo:
         self.weighs = False
 
     def hold(self, weights: Iterable[Any]) -> None:
-        """Notes the weights that the module itself holds."""
+        """Sets `weighs`, here and in layers around, if a weight of the module is a matrix."""
         if issubclass(self.cls, _NORMS) or not any(np.ndim(w) > 1 for w in weights):
             return
         layer: ModuleInfo | None = self
@@ -94,26 +94,26 @@ class ModuleInfo:
             layer.weighs, layer = True, layer.layer_around
 
     def own_policy(self, distinct: Collection[ModuleInfo]) -> Policy | None:
-        """The policy that it brings: the user's, or float32 if its author's word is that."""
+        """Returns the module's own policy: the user's, or float32 if it is among `distinct`."""
         return self.policy or (FLOAT32 if self in distinct else None)
 
 
 def _dtype_of(module: Any) -> np.dtype[Any] | None:
-    # A `__getattr__` of the author's is not asked: it is a method, whose calls come here as well.
-    # (Python 3.12's `getattr_static` would ask nobody, but keeps the class for ever.)
+    # A `__getattr__` of the author's is not called: it is a method, and would be intercepted too.
+    # (Python 3.12's `getattr_static` would call none, but keeps the class for ever.)
     if not any("dtype" in vars(holder) for holder in (module, *type(module).__mro__)):
         return _NO_DTYPE
     return _dtype(getattr(module, "dtype", _NO_DTYPE))
 
 
 def _default_of(module: Any) -> np.dtype[Any] | None:
-    is_table = isinstance(module, nnx.Embed)  # which has its table's
+    is_table = isinstance(module, nnx.Embed)  # whose dtype defaults to its table's
     usual = module.embedding.dtype if is_table else _defaults(module).get("dtype", _NO_DTYPE)
     return _dtype(usual)
 
 
 def _dtype(value: Any) -> np.dtype[Any] | None:
-    """A dtype as it is said; it may be anything, of a module that is not Flax's."""
+    """Returns the NumPy dtype of a `dtype` field, which a module that is not Flax's may misuse."""
     try:
         return None if value is None else np.dtype(value)
     except TypeError:
@@ -121,7 +121,7 @@ def _dtype(value: Any) -> np.dtype[Any] | None:
 
 
 def _defaults(holder: Any) -> dict[str, Any]:
-    """The fields of a dataclass, or else what an object is made with: its defaults by name."""
+    """Returns the defaults, by name, of a dataclass's fields or else of an object's constructor."""
     if dataclasses.is_dataclass(holder):
         return {field.name: field.default for field in dataclasses.fields(holder)}
     parameters = inspect.signature(type(holder).__init__).parameters
@@ -129,9 +129,9 @@ def _defaults(holder: Any) -> dict[str, Any]:
 
 
 def _standing_at_float32(module: Any) -> Standing:
-    """The fields of a module that stand at float32 by default, its configurations' included.
+    """Returns the fields of a module and of its configurations that are float32 by default.
 
-    Those of a module that is not a dataclass are the arguments it is made with. One that it does
+    For a module that is not a dataclass, they are the constructor's arguments. One that it does
     not keep may have been given another value, which its layers then have.
     """
     found = set()
@@ -158,17 +158,17 @@ def _is_configuration(value: Any) -> bool:
 
 
 def _spelling(dtype: Any) -> type | None:
-    """How float32 is said: as text, a scalar type or a NumPy dtype; None if it is not float32."""
+    """Returns the type that spells float32: `str`, `type` or `np.dtype`; None for other dtypes."""
     kind = next((kind for kind in (str, type, np.dtype) if isinstance(dtype, kind)), None)
     said = ("float32",) if kind is str else (jnp.float32, np.float32)
     return kind if kind is not None and dtype in said else None
 
 
 def _by_default(module: Any, standing: Standing) -> bool:
-    """Whether a layer's float32 comes from a field around it which stands at its default.
+    """Returns whether a layer's float32 may come from a field around it that has its default.
 
-    Where a value came from cannot be seen. It is said as the field says it, or was converted; and
-    it is not a field that the layer has as well, which is handed to that: `param_dtype`.
+    The source of a value is not visible. It is spelled as in the field, or was converted; and a
+    field that the layer has as well, such as `param_dtype`, is passed on to that one instead.
     """
     kind = _spelling(module.dtype)
     own = {*_defaults(module), *(() if dataclasses.is_dataclass(module) else vars(module))}
@@ -177,26 +177,26 @@ def _by_default(module: Any, standing: Standing) -> bool:
 
 
 def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
-    """The layers whose float32 tells them from their like.
+    """Returns the layers whose float32 is deliberate: it differs from comparable layers.
 
-    A layer's like are, first, those of its class: if one of them has another dtype, none or that of
-    a default, its float32 is meant. (That its own is a default is no word, unless others of the
+    A layer is compared, first, with those of its class: if one of them has another dtype, none or
+    a default, its float32 is deliberate. (One that is its own default is not, unless others of the
     class were given 16 bits. A field's default that reaches the exception among all layers with
     weights, a router, is not a default in this sense: it was written for that one.) If all of its
-    class are float32, its like are the layers with weights, and its float32 is meant where it is
-    the exception among them, not the rule: a float32 head on convolutions without a dtype. Norms do
-    not count there: they are float32 inside whatever they are told. Nor do lookups: many models
-    hand their dtype to every layer but those.
+    class are float32, it is compared with the layers with weights, and its float32 is deliberate
+    where it is the exception among them, not the rule: a float32 head on convolutions without a
+    dtype. Norms do not count there: they are float32 inside whatever their dtype. Nor do lookups:
+    many models pass their dtype to every layer but those.
 
     Args:
-      modules: all that there are.
+      modules: all modules.
     """
     layers = [w for w in modules if w.is_layer and w.around is not None]
     candidates = [w for w in layers if w.float32 and not w.handed]
     if not candidates:
         return frozenset()
     others = [w for w in layers if not w.silent]
-    # What a module inside has from the one around it is one word, and not one for each.
+    # A dtype that a layer passes on to those inside it counts once, and not for each.
     words = [w for w in others if w.weighs and not (w.handed and w.layer_around in layers)]
     words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
     rule = 2 * sum(w.float32 for w in words) > len(words)
@@ -213,5 +213,5 @@ def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
 
 
 def _alike(a: type, b: type) -> bool:
-    """Whether one class is the other, or made from it: lifting a class makes another."""
+    """Returns whether one class is the other, or a subclass of it, as a lifted class is."""
     return issubclass(a, b) or issubclass(b, a)

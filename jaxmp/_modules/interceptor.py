@@ -1,4 +1,4 @@
-"""What a wrapped Linen module does where the modules inside it are entered."""
+"""The interceptor of a wrapped Linen module, which runs where the modules inside it are entered."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Found, Overrides
 from jaxmp.policy import Policy
 
-# Part of the key of every jit cache, `nn.jit`'s among them: the calls of which kind are traced, and
-# the layers that mark regions of their own. A trace with other marks is not used again. Calls of
-# another kind do not use it, though they may mark the same: which modules there are is learned from
-# a trace, and one that is found in a cache enters none.
+# Part of the key of every jit cache, `nn.jit`'s included: the kind of call that is traced, and the
+# layers that mark regions of their own. A trace with other marks is not reused. Nor is one of
+# another kind of call, though it may have the same marks: modules are discovered by tracing, and a
+# trace that is found in a cache enters none.
 _MARKING = jax.make_user_context(default_value=None)
 
 
 class Entered:
-    """What calls of one kind enter, known once such a call was traced.
+    """The modules that calls of one kind enter, known once such a call was traced.
 
     Attributes:
       modules: by path, class, and whether they were entered in one that was wrapped by itself.
-      distinct: the layers whose float32 is their author's word; None before a trace has ended.
+      distinct: the layers whose float32 is deliberate; None before a trace has ended.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Entered:
 
 
 def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Hashable:
-    """What the modules that a call enters depend on; None if that has no hash."""
+    """Returns a key that determines the modules a call enters; None if it is not hashable."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     try:
         given = tree, tuple(map(_plain, leaves))
@@ -53,7 +53,7 @@ def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs:
 
 
 def _plain(value: Any) -> Any:
-    """A value that may be kept: without the arrays, and the scopes of modules, in it."""
+    """Returns a value that may be kept: without the arrays, and the scopes of modules, in it."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return value.shape, str(value.dtype)
     inside: Any
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
     else:
         try:
             hash(value)
-        except TypeError:  # a configuration, perhaps: it may say another thing later
+        except TypeError:  # a configuration, perhaps, which may change later
             inside = vars(value).items()
         else:
             return type(value), value
@@ -78,12 +78,12 @@ def _plain(value: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Interceptor:
-    """Interceptor: enters the region of a module that brings a policy of its own.
+    """An interceptor of Linen methods that enters the region of a module with its own policy.
 
     Attributes:
       overrides: the policies.
       root: the path of the wrapped module.
-      entered: what calls of this kind are known to enter.
+      entered: the modules that calls of this kind are known to enter.
       initializing: whether the call is one of `init`.
       rehearses: whether it is traced only to learn which layers it enters.
     """
@@ -95,18 +95,18 @@ class Interceptor:
     rehearses: bool
 
     def __post_init__(self) -> None:
-        # A call inside another program is a part of that already, and could not be made once more.
+        # A call inside another program is part of that already, and could not be repeated.
         self.learns = self.initializing or self.rehearses or policy_in_force() is None
         self._marked = self.entered.distinct or frozenset()
         self._around: ModuleInfo | None = None  # the module that is being called
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
-        """While this interceptor is at work: what the traces that are made depend on."""
+        """Returns a context that adds this call's kind and marks to the key of every jit cache."""
         key = (self.entered, self._marked)
         return _MARKING(key)  # type: ignore[no-any-return]
 
     def learn(self) -> bool:
-        """Decides which layers have a word of their own; whether the call is to be made again."""
+        """Decides which layers' float32 is deliberate; returns whether to make the call again."""
         if not self.learns:
             return False
         modules = self.entered.modules.values()
@@ -115,9 +115,9 @@ class Interceptor:
         return self.rehearses or not (self.initializing or self.entered.distinct == self._marked)
 
     def policy_of(self, path: Any) -> Policy | None:
-        """The policy of the module that the variable at a path into Flax's groups belongs to.
+        """Returns the policy of the module that owns the variable at a path into Flax's groups.
 
-        None if that is in a module wrapped by itself, which has seen to its variables.
+        None if that module is wrapped by itself, and has cast its variables.
         """
         names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
         above = (names[:i] for i in range(len(names), -1, -1))
@@ -146,7 +146,7 @@ class Interceptor:
         around, module = self._around, self._info(context.module, called=called)
         policy = module.own_policy(self._marked)
         marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
+        # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
         if policy is not None and policy_in_force() not in (None, policy):
             marked = region(policy, own=module.policy is None)
         self._around = module
@@ -162,7 +162,7 @@ class Interceptor:
         return out
 
     def _info(self, module: nn.Module, *, called: bool) -> ModuleInfo:
-        """What is known of a module that is entered. One wrapped by itself keeps its policies."""
+        """Returns the info of an entered module; one wrapped by itself keeps its own policies."""
         cls, around, full = type(module), self._around, tuple(module.path)
         count = len(self.root)
         path = full[count:] if full[:count] == self.root else None
@@ -178,7 +178,7 @@ class Interceptor:
         return info
 
     def found(self, module: nn.Module) -> tuple[list[Found], Hashable]:
-        """The modules entered or holding variables of the wrapped one, and what tells it apart."""
+        """Returns the modules entered or holding variables, and a key of the model's structure."""
         holders = {
             (collection, tuple(names[:i]))
             for collection, *names in flatten_dict(module.variables)

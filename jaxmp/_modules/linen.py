@@ -31,16 +31,16 @@ from jaxmp.tree import cast_floating
 Method = Callable[..., Any]
 
 
-# What Flax, and `subclass`, set on every class of modules.
+# The attributes that Flax, and `subclass`, set on every class of modules.
 _OF_FLAX = frozenset(vars(subclass((type, nn.Module, None), {})))
 
 
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str, ...]) -> nn.Module:
-    """The wrapped module; see `jaxmp.wrap`."""
+    """Returns the wrapped module; see `jaxmp.wrap`."""
     cls: Any = type(module)
     wrapped_class = _wrapped_class(cls, policy, params)
     if isinstance(module.parent, nn.Module):
-        # Created in a parent's setup or compact method, and registered there: it stays itself.
+        # Created in a parent's setup or compact method, and registered there: it is not cloned.
         wrapped = module
     elif module.scope is not None:
         raise ValueError(
@@ -55,7 +55,7 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str,
 
 @one_per_key
 def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+    """Returns the subclass of `cls` for a policy: always the same, so that instances compare."""
     overrides = Overrides(policy, params)
     methods = dict(_methods(cls))
     entered_by = functools.lru_cache(maxsize=64)(lambda _: Entered())
@@ -63,8 +63,8 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]
     def call(fn: Method, *args: Any) -> Any:
         return fn(*args)
 
-    call.__name__ = cls.__name__  # it is in messages
-    # One for all calls: it keeps their plans.
+    call.__name__ = cls.__name__  # it appears in messages
+    # One for all calls: it caches their plans.
     parameters = functools.partial(_parameters, params)
     planned = under_policy(call, overrides.inner, parameters, overrides.warn_of_kept)
 
@@ -76,21 +76,21 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]
         name: _wrapped_method(method, vars(lifted)[name], overrides, entered_by)
         for name, method in methods.items()
     }
-    # Flax would make one of the fields; the author may have decorated his.
+    # Flax would generate one from the fields; the author may have decorated it.
     members["__init__"] = cls.__init__
     # `init` and `lazy_init` call the second.
     members |= {name: _by_name(cls, name) for name in ("apply", "init_with_output")}
     members["_jaxmp_policy"] = policy
     made_class = subclass((_wrapped_class, cls, policy, params), members)
     for name in vars(made_class).keys() - members.keys() - _OF_FLAX:
-        # What the author's metaclass or `__init_subclass__` says of a class, it has said of `cls`.
+        # Set by the author's metaclass or `__init_subclass__`, which has set it on `cls` already.
         if hasattr(cls, name):
             delattr(made_class, name)
     return made_class
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
-    """The public methods that Flax manages: those of the author, without `setup` and `nowrap`."""
+    """Yields the author's public methods that Flax manages: not `setup`, nor `nn.nowrap`'s."""
     for name in public(cls):
         method: Any = getattr(cls, name, None)
         if name != "setup" and is_managed(method):
@@ -98,7 +98,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Method]]:
 
 
 def _by_name(cls: type[nn.Module], name: str) -> Method:
-    """`apply` or `init` that takes `method=Model.encode` or `model.encode`, as written."""
+    """Wraps `apply` or `init_with_output` to turn `method=Model.encode` into the wrapped method."""
     original = getattr(cls, name)
 
     @nn.nowrap  # it is not a method of the author's: `tabulate` must not list it
@@ -147,7 +147,7 @@ def _wrapped_method(
 
         try:
             unknown = entered.distinct is None and not overrides.is_identity
-            # What is run here is part of another program already: it cannot be run again.
+            # A call inside another program is part of that already: it cannot be run again.
             return call(rehearses=nested and unknown)
         except _SeenEnoughError:
             return call(rehearses=False)
@@ -156,18 +156,18 @@ def _wrapped_method(
 
 
 class _SeenEnoughError(Exception):
-    """Ends a trace whose layers are known now, and which marked others than it should."""
+    """The signal that ends a trace: its layers are known now, and it marked the wrong ones."""
 
 
 # Lifting, as `flax.core.lift.checkpoint` does it: every variable and random key goes in and out.
 
 
 def _lift(fn: Method, planned: Method) -> Method:
-    """A function of Flax scopes under autocast.
+    """Returns a function of Flax scopes lifted to run under autocast.
 
     Args:
       fn: the function.
-      planned: calls, under the policy, its first argument with the others.
+      planned: calls its first argument with the others, under the policy.
     """
 
     def inner(
@@ -182,7 +182,7 @@ def _lift(fn: Method, planned: Method) -> Method:
         overrides = interceptor.overrides
 
         def run(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            """The call, to its end if the layers that it marked are those to be marked."""
+            """Runs the call; raises `_SeenEnoughError` if it must be repeated with other marks."""
             scopes = scope_fn(_shown(variables, overrides), rngs)
             # Flax's counters of random keys are shared with the scopes outside.
             counters = [(counter, dict(counter)) for counter in key_counters(scopes)]
@@ -209,7 +209,7 @@ def _lift(fn: Method, planned: Method) -> Method:
 
 
 def _map_parameters(fn: Callable[[Any, Any], Any], params: Collection[str], variables: Any) -> Any:
-    """Variables with `fn(path, leaf)` of those that are parameters."""
+    """Applies `fn(path, leaf)` to those variables that are parameters."""
 
     def changed(path: Any, leaf: Any) -> Any:
         return fn(path, leaf) if _is_param(path, params) else leaf
@@ -218,7 +218,7 @@ def _map_parameters(fn: Callable[[Any, Any], Any], params: Collection[str], vari
 
 
 def _shown(variables: Any, overrides: Overrides) -> Any:
-    """Variables as the module sees them: parameters stored in 16 bits are float32 to it."""
+    """Returns variables as the module sees them: parameters stored in 16 bits as float32."""
 
     def show(_: Any, leaf: Any) -> Any:
         stored = getattr(leaf, "dtype", None) in overrides.stored
@@ -229,12 +229,12 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
 
 @jax.named_scope(PARAMETER)
 def _said(variables: Any, others: Collection[str]) -> Any:
-    """Variables; those in `others` say to the program around that they are parameters."""
+    """Returns variables, those in `others` marked as parameters for the program around."""
     return _map_parameters(lambda _, leaf: jnp.squeeze(leaf[None], 0), others, variables)
 
 
 def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
-    """Which arrays of a call are parameters: of the variables, which come after the function."""
+    """Returns whether each array of a call is a parameter: one of the variables, argument 1."""
     return [
         path[0].idx == 0 and path[1].idx == 1 and _is_param(path[2:], params)
         for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))
@@ -243,7 +243,7 @@ def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
 
 
 def _as_before(changed: Any, variables: Any, overrides: Overrides) -> Any:
-    """Changed variables in the dtypes they had."""
+    """Returns changed variables, parameters in the dtypes that they had."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized))
 
     def restore(path: Any, leaf: Any) -> Any:
@@ -256,7 +256,7 @@ def _as_before(changed: Any, variables: Any, overrides: Overrides) -> Any:
 
 
 def _as_created(created: Any, variables: Any, interceptor: Interceptor) -> Any:
-    """New parameters in the dtype that the policy of their module stores them in."""
+    """Returns new parameters in the dtype that the policy of their module stores them in."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 
     def store(path: Any, leaf: Any) -> Any:
@@ -267,5 +267,5 @@ def _as_created(created: Any, variables: Any, interceptor: Interceptor) -> Any:
 
 
 def _is_param(path: Any, params: Collection[str]) -> bool:
-    """Whether a path into Flax's groups (one per filter, one per scope) is a parameter's."""
+    """Returns whether a path into Flax's groups (one per filter, per scope) is a parameter's."""
     return any(isinstance(k, jax.tree_util.DictKey) and k.key in params for k in path[:3])

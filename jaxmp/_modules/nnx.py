@@ -30,7 +30,7 @@ Method = Callable[..., Any]
 
 
 def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
-    """The wrapped module; see `jaxmp.wrap`."""
+    """Returns the wrapped module; see `jaxmp.wrap`."""
     overrides = Overrides(policy)
     overrides.check(((_names(path), type(m)) for path, m in nnx.iter_modules(module)), whole=True)
     wrapped = nnx.clone(module, variables=False)
@@ -40,7 +40,7 @@ def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
 
 @one_per_key
 def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+    """Returns the subclass of `cls` for a policy: always the same, so that instances compare."""
     calls = _Calls(cls, policy)
 
     def wrapped(name: str, method: Method) -> Method:
@@ -56,7 +56,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
 
 
 class _Calls(dict[str, Method]):
-    """The methods of a class under a policy, by name. Pickled as what they were made from."""
+    """The methods of a class under a policy, by name. Pickled as the class and the policy."""
 
     def __init__(self, cls: Any, policy: Policy | PolicyMap) -> None:
         overrides = Overrides(policy)
@@ -68,7 +68,7 @@ class _Calls(dict[str, Method]):
 
 
 def _lifted(method: Method, overrides: Overrides) -> Method:
-    """A method under a policy, as a function of a wrapped module, its arguments and keywords."""
+    """Returns a method under a policy, as a function of a module, its arguments and keywords."""
 
     @functools.wraps(method)
     def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
     def planned(fn: Method) -> Method:
         return under_policy(fn, overrides.inner, of_variables, overrides.warn_of_kept)
 
-    # On a copy of this trace's own: others may be tracing the module as well.
+    # On a copy private to this trace: others may be tracing the module as well.
     in_region, in_program = on_copies(called), lift(planned, called)
 
     @functools.wraps(method)
@@ -99,15 +99,15 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
 
 @one_per_key
 def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
-    """The subclass of a class whose methods enter the region of a policy.
+    """Returns the subclass of a class whose methods enter the region of a policy.
 
-    If that is the author's own word: in a named scope that says where, as Linen has for any module.
+    For a deliberate float32, in the named scope of its path, as Linen has for any module.
     """
 
     def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
         def marked_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            method = getattr(cls, name)  # now: `nnx.capture` replaces the methods of a class
+            method = getattr(cls, name)  # at each call: `nnx.capture` replaces methods
             if policy_in_force() in (None, policy):
                 return method(self, *args, **kwargs)
             named = nullcontext() if scope is None else jax.named_scope(scope)
@@ -123,9 +123,9 @@ def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
 
 @contextmanager
 def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
-    """While a method is traced: the modules inside that have a policy of their own enter it.
+    """Makes the modules inside that have a policy of their own enter it, during a trace.
 
-    Modules of this trace's own: what their classes are is seen by all who use them.
+    The modules must be private to the trace: it changes their classes, for all their users.
     """
     marks = [(inner, type(inner), *mark) for inner, *mark in _marks(module, overrides)]
     for inner, cls, policy, scope in marks:
@@ -138,13 +138,13 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
 
 
 def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, str | None]]:
-    """The modules inside with a policy of their own, and where that is their author's own word."""
+    """Returns the inner modules with policies of their own, and the path of a deliberate one."""
     found = sorted(((_names(p), m) for p, m in nnx.iter_modules(module)), key=lambda f: f[0])
     infos: dict[tuple[str, ...], ModuleInfo] = {}
     for path, inner in found:  # parents come first
         above = (path[:i] for i in range(len(path) - 1, -1, -1))
         around = next((infos[p] for p in above if p in infos), None)
-        # The wrapped module has none: its method is being called, and its dtype overruled.
+        # The wrapped module has none: the policy of the call overrules its dtype.
         policy = overrides.map.policy_at(path, type(inner)) if path else None
         info = infos[path] = ModuleInfo(inner, path, around, policy)
         if info.is_layer:

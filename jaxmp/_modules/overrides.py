@@ -1,6 +1,6 @@
-"""Which policy a module inside a wrapped one runs under: by its path, its class, or its own word.
+"""The policy of a module inside a wrapped one: by its path, its class, or a deliberate float32.
 
-Nothing here knows Linen or NNX; they say which module is entered, and where it is.
+It does not depend on Linen or NNX; these report the modules that are entered, and their paths.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Overrides:
     """A policy, or map of them, as it applies to the modules inside the wrapped one.
 
     Attributes:
-      map: the user's map, which goes before the author's own word; `is_single` if it is empty.
+      map: the user's map, which overrules a deliberate float32; `is_single` if it is empty.
       params: the collections of variables that are parameters (Linen's), and `others` those but
-        "params", which all programs know.
-      default: the policy of what has none of its own.
-      wide: the dtype of the values that it is about: float32, or float64.
-      inner: `default`, but storing and returning those: parameters and outputs are converted
+        "params", which every program recognizes.
+      default: the policy of modules without one of their own.
+      wide: the dtype of the values that it governs: float32, or float64.
+      inner: `default`, but storing and returning `wide`: parameters and outputs are converted
         where they enter and leave the wrapped module, and its other state keeps its dtypes.
       stored: the 16-bit dtypes that some policy stores parameters in.
       is_identity: whether every policy is float32 throughout.
@@ -65,7 +65,7 @@ class Overrides:
         self.is_identity = all(map(is_identity, policies))
 
     def warn_of_kept(self, plan: Plan) -> None:
-        """Warns, once, where the layers' own float32 is much of what a plan multiplies."""
+        """Warns once if layers with a deliberate float32 have a large share of a plan's FLOPs."""
         kept, total = kept_by_layers(plan)
         share = kept.total() / (total or 1)
         if share <= MUCH:
@@ -85,7 +85,7 @@ class Overrides:
         )
 
     def warn_of_other_dtypes(self, modules: Iterable[ModuleInfo]) -> None:
-        """Warns, once, where most layers were given 16 bits which no policy computes in."""
+        """Warns once if most layers were given a 16-bit dtype that no policy computes in."""
         layers = [m for m in modules if m.is_layer and m.weighs and m.path is not None]
         others = [m for m in layers if m.low and m.dtype not in self._computed]
         if 2 * len(others) > len(layers):
@@ -97,14 +97,14 @@ class Overrides:
             )
 
     def _warn(self, paths: list[str], fact: str, remedy: str) -> None:
-        """Warns, once of the same layers."""
+        """Warns once about the same layers."""
         if frozenset(paths) not in self._warned:
             self._warned.add(frozenset(paths))
             shown = ", ".join(paths[:5]) + ", …" * (len(paths) > 5)
             warnings.warn(f"{fact}: {shown}. {remedy}", stacklevel=level_of_user())
 
     def output(self, out: Any) -> Any:
-        """What the wrapped module returns: its wide arrays in the output dtype."""
+        """Casts the wide arrays that the wrapped module returns to the output dtype."""
         dtype = np.dtype(self.default.output_dtype)
         if dtype == self.wide:
             return out
@@ -116,9 +116,9 @@ class Overrides:
         """Raises if a key has never matched any module.
 
         Args:
-          modules: those there are.
-          structure: which of the models of one class this is: what one matched, another may lack.
-          whole: whether they are all there are, with their classes. Else a class is not missed.
+          modules: the modules found.
+          structure: a key of the model: what matches in one model of a class, another may lack.
+          whole: whether these are all modules, with their classes; else no class raises.
 
         Raises:
           ValueError: naming the key and the paths nearest to it.

@@ -41,15 +41,15 @@ def wrap(
     under the policy of the first of these that applies, with all that is inside them:
 
     1. a pattern or class of a `PolicyMap` that matches them;
-    2. for a layer that its author singled out by ``dtype=float32``: float32. That is one whose like
-       (the layers of its class; or else those with weights, and it is the exception there) were
-       given another dtype or none. A dtype handed to every layer, or by the module around it, says
-       nothing: it is what the policy replaces. Nor does the default of a field of the layer, or of
+    2. for a layer that its author singled out by ``dtype=float32``: float32. Comparable layers
+       (those of its class; or else those with weights, and it is the exception there) were given
+       another dtype or none. A dtype passed to every layer, or by the module around it, does not
+       count: it is what the policy replaces. Nor does the default of a field of the layer, or of
        one around most layers that their dtype may have come from;
     3. the policy of the module they are in.
 
-    `explain` and `audit` list what stays float32 by 2. If that is more than a tenth of the FLOPs of
-    matmuls and convolutions, the first call warns and says how to overrule it.
+    `explain` and `audit` list the layers that stay float32 by 2. If they have more than a tenth of
+    the FLOPs of matmuls and convolutions, the first call warns and says how to overrule it.
 
     A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy. So does one
     that is itself wrapped once more, under another policy: a warning says so.
@@ -59,15 +59,15 @@ def wrap(
       policy: anything `get_policy` takes, a `PolicyMap` included. By default "mixed_half", the
         16-bit format that the default device multiplies natively; a line of log says which.
       params: the collections of a Linen module that hold parameters, such as
-        ``("params", "lora")``: with 16-bit values they are narrowed, and all other variables
-        (averages, tables that are not trained) are not. Of an NNX module every `nnx.Param` is one.
+        ``("params", "lora")``: those are narrowed where they meet 16-bit values, and all other
+        variables (averages, tables that are not trained) are not. In NNX it is every `nnx.Param`.
 
     Returns:
       A module of the same kind: an instance of a subclass of the module's class, of the same name.
       Its methods return float32 results in ``output_dtype``.
 
     Raises:
-      TypeError: if `module` is a class or no callable, or `params` are not names, or not Linen's.
+      TypeError: if `module` is a class or not callable, or `params` are not names, or not Linen's.
       ValueError: if the policy cannot be read, a Linen module is bound already, or a pattern of a
         `PolicyMap` matches no module (NNX: here; Linen: at the first call).
 
@@ -114,7 +114,7 @@ def wrap(
 
 
 def _warn_if_wrapped(module: Any, policy: Policy | PolicyMap) -> None:
-    """Warns where a module has another policy already, which stays in force."""
+    """Warns if a module has another policy already, which stays in force."""
     before = getattr(type(module), "_jaxmp_policy", None)
     if before is None or before == policy:
         return

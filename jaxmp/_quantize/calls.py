@@ -18,9 +18,9 @@ from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Sealed:
-    """A `QuantizedArray` on its way into a function: the bits of its scale, which are not a float.
+    """A `QuantizedArray` as an argument: its scale as uint32 bits.
 
-    What stores float32 arguments in ``param_dtype`` leaves it alone.
+    A cast of float32 arguments to ``param_dtype`` leaves it alone.
     """
 
     values: Any
@@ -28,17 +28,17 @@ class _Sealed:
 
 
 def holds_quantized(tree: Any) -> bool:
-    """Whether a tree holds quantized weights outside of NNX modules, which dequantize their own."""
+    """Returns whether a tree holds quantized weights outside of NNX modules (which dequantize)."""
     return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=_is_one_or_node)))
 
 
 def seal(tree: Any) -> Any:
-    """A tree, sealed for a function made by `opening`; NNX modules stay what they are."""
+    """Seals a tree's quantized weights for a function made by `opening`; skips NNX modules."""
     return _mapped(_sealed, tree, QuantizedArray)
 
 
 def opening(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of sealed arguments: it sees float32 arrays, computed where it is traced."""
+    """Wraps `fn` to take sealed arguments: it sees float32 arrays, dequantized in its trace."""
 
     @functools.wraps(fn)
     def opened(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def opening(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_float32(tree: Any) -> Any:
-    """A tree whose quantized weights are read as float32, whatever dtype they were made from."""
+    """Returns a tree whose quantized weights are read as float32, whatever dtype they had."""
     return _mapped(lambda q: q.for_dtype(np.float32), tree, QuantizedArray)
 
 

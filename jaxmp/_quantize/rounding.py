@@ -1,4 +1,4 @@
-"""An array as values and scales: the rounding itself."""
+"""The rounding of an array to values and scales."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EXPONENT_BITS = 23  # below float32's exponent
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """The values and scales of a weight, whose product is nearest to it.
+    """Returns the values and scales whose product is nearest to a weight.
 
-    A scale is what makes the largest magnitude of those that share it fit. For floats it is rounded
+    A scale makes the largest magnitude of the weights that share it fit. For floats it is rounded
     up to a power of two, so that only the values round. An infinity or a NaN makes its scale NaN.
 
     Args:
@@ -31,15 +31,15 @@ def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any
     Returns:
       The values, of the format and the shape of `x`, and float32 scales.
     """
-    # float64 keeps its range: what float32 cannot hold makes an infinite scale.
+    # float64 keeps its range: a weight beyond float32's makes an infinite scale.
     wide = x if x.dtype == np.float64 else x.astype(jnp.float32)
     groups, axes = _split(x.shape, scale_shape)
     parts = wide.reshape(groups)
     amax = jnp.max(jnp.abs(parts), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
-    # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it (JAX 0.10, 0.12).
+    # The maximum alone does not show NaNs: XLA's CPU backend ignores them (JAX 0.10, 0.12).
     finite = jnp.all(jnp.isfinite(parts), axis=axes, keepdims=True) & jnp.isfinite(amax)
     scale = scale_of(amax, fmt.largest, integer=fmt.integer)
-    # The largest float32 may round to what is beyond it.
+    # A weight near the largest float32 may round to a product beyond it.
     finite &= jnp.isfinite(_values(amax, scale, fmt).astype(jnp.float32) * scale)
     scale = jnp.where(finite, scale, np.float32(np.nan))
     values = _values(parts, scale.astype(wide.dtype), fmt)
@@ -47,7 +47,7 @@ def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any
 
 
 def _values(x: Any, scale: Any, fmt: Format) -> Any:
-    """The values nearest to an array over its scales."""
+    """Returns the values nearest to an array divided by its scales."""
     values = x / scale
     if fmt.integer:
         values = jnp.round(values)
@@ -58,7 +58,7 @@ def _values(x: Any, scale: Any, fmt: Format) -> Any:
 def _split(
     shape: Sequence[int], scale_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape with groups as axes of their own, and the axes along which scales are shared.
+    """Returns a shape with groups as separate axes, and the axes along which scales are shared.
 
     Example:
       >>> _split((64, 256), (2, 256)), _split((64, 256), (1, 256))
@@ -79,20 +79,20 @@ def _split(
 
 
 def scale_of(amax: Any, largest: float, *, integer: bool) -> Any:
-    """What magnitudes up to a finite float32 `amax` are divided by to fit: a normal float32.
+    """Returns the scale that makes magnitudes up to a finite float32 `amax` fit, a normal float32.
 
-    Of integers it fits; of floats it is rounded up to a power of two, so that only values round.
+    For integers it is exact; for floats it is rounded up to a power of two: only values round.
 
     Args:
       amax: float32[…].
-      largest: the largest magnitude of the format, 100 or more or an integer's.
+      largest: the largest magnitude of the format, 100 or more, or that of an integer format.
       integer: whether its values are evenly spaced.
 
     Example:
       >>> float(scale_of(np.float32(900), 448.0, integer=False))
       4.0
     """
-    # The inverse is multiplied by: XLA would do so here and there.
+    # A product with the inverse: XLA would make one of the division in some programs.
     fits = jnp.maximum(amax * np.float32(1 / largest), np.finfo(np.float32).tiny)
     if integer:
         return fits

@@ -1,4 +1,4 @@
-"""Which weights of a matrix share a scale."""
+"""The weights of a matrix that share a scale."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OUTPUTS_FIRST = ("weight",)
 
 
 def input_axis(name: str, shape: Sequence[int]) -> int:
-    """The axis of a weight that is summed over in the product, counted from the end.
+    """Returns the axis of a weight that is summed over in the product, counted from the end.
 
-    Scales are shared along it alone, so a product may be scaled after it is summed. Names and
-    shapes tell:
+    Scales are shared along it alone, so a product may be scaled after it is summed. It is inferred
+    from names and shapes:
 
     * a table (``embedding``): the last, the features.
     * a matrix ``[in, out]``: ``in``.
@@ -48,13 +48,13 @@ def input_axis(name: str, shape: Sequence[int]) -> int:
 
 
 def scale_shape(name: str, shape: Sequence[int], granularity: str, block_size: int) -> list[int]:
-    """The shape of the scales of a weight: each axis as long as the weight's, or dividing it.
+    """Returns the shape of a weight's scales: each axis as long as the weight's, or dividing it.
 
     Args:
       name: the last name in the path of the weight.
       shape: its shape, of two or more axes.
       granularity: ``"tensor"``: one for each matrix, the last two axes; ``"row"``: one for each
-        sum; ``"block"``: one for so many of a sum.
+        sum; ``"block"``: one for each `block_size` weights of a sum.
       block_size: how many share a scale in ``"block"``. Where that does not divide the axis, the
         divisor nearest to it by ratio, the larger of two.
 
@@ -73,7 +73,7 @@ def scale_shape(name: str, shape: Sequence[int], granularity: str, block_size: i
 
 
 def _nearest(size: int, block: int) -> int:
-    """The divisor of a size that is nearest to a block.
+    """Returns the divisor of a size that is nearest by ratio to the size of a block.
 
     Example:
       >>> _nearest(1024, 32), _nearest(784, 128), _nearest(257, 32)

@@ -1,4 +1,4 @@
-"""Which leaves of a tree are stored in few bits, and in which format: by patterns of paths."""
+"""The leaves of a tree that are quantized, and their formats: by patterns of paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp.dtypes import parse_format
 from jaxmp.formats import ALL_FORMATS, Format
 from jaxmp.policy import key_matches
 
-# What weights are stored in.
+# The formats that weights are stored in.
 _STORED = (ALL_FORMATS["int8"], ALL_FORMATS["int4"], ALL_FORMATS["e4m3"])
 _stored_in = functools.partial(
     parse_format,
@@ -24,19 +24,19 @@ _stored_in = functools.partial(
     hint=" For 16 bits, cast: policy.cast_to_param(params).",
 )
 
-# What layers call their parameters that are not matrices; stacked by a scan, they have two axes.
+# Names of parameters that are not matrices; stacked by a scan, they have two axes.
 _NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")
 
 Path = tuple[str, ...]
 
 
 class Candidate(NamedTuple):
-    """A leaf that quantizing may be asked for.
+    """A leaf that a pattern may select.
 
     Attributes:
       path: its path, as patterns see it.
       shape: its shape.
-      why_not: why it stays as it is whatever is asked, or ''.
+      why_not: why it is not quantized even if selected, or ''.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class FormatRules:
             raise ValueError("quantize: the mapping from patterns to formats is empty.")
 
     def __call__(self, path: Path) -> Format | None:
-        """The format of a leaf: by the first pattern that matches it, or what it is in."""
+        """Returns the format of a leaf: of the first pattern to match it or a node it is in."""
         for pattern, fmt in self.by_pattern:
             if matches(pattern, path):
                 return fmt
@@ -79,11 +79,11 @@ class FormatRules:
         """Raises if a pattern has no effect.
 
         Args:
-          leaves: all there are.
+          leaves: all leaves.
 
         Raises:
-          ValueError: naming the pattern, what it matches and why that stays as it is, or the paths
-            nearest to it.
+          ValueError: naming the pattern, a leaf that it matches and why that is not quantized, or
+            the paths nearest to it.
         """
         for pattern, _ in self.by_pattern:
             found = [leaf for leaf in leaves if matches(pattern, leaf.path)]
@@ -92,7 +92,7 @@ class FormatRules:
 
 
 def matches(pattern: str, path: Path) -> bool:
-    """Whether a pattern matches a leaf, or a node that it is in.
+    """Returns whether a pattern matches a leaf, or a node that it is in.
 
     Example:
       >>> [matches(p, ("encoder", "Dense_0", "kernel")) for p in ("encoder", "**/kernel", "head")]
@@ -102,7 +102,7 @@ def matches(pattern: str, path: Path) -> bool:
 
 
 def names_of(path: Sequence[Any]) -> Path:
-    """A path of JAX's keys as names; without what boxes and Variables call their value."""
+    """Returns a path of JAX's keys as names; without the ``value`` of boxes and Variables."""
     names = [_name(key) for key in path]
     last = path[-1] if path else None
     in_box = isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value"
@@ -117,7 +117,7 @@ def _name(key: Any) -> str:
 
 
 def why_not(path: Path, leaf: Any, min_size: int) -> str:
-    """Why a leaf stays as it is, or ''."""
+    """Returns the reason why a leaf is never quantized, or ''."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"is {type(leaf).__name__!r}, not an array"

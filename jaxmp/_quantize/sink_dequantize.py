@@ -1,8 +1,8 @@
-"""Weights are dequantized as late as can be: rows of a table, slices of a stack, and in a loop.
+"""Dequantization as late as possible: of rows of a table, slices of a stack, and inside loops.
 
 XLA dequantizes a table as a whole where a product reads it too (a tied head), and on TPU always;
-and what a loop reads, before the loop. The values are the same either way: what is taken of a
-weight has the scales that it has there.
+and the weights that a loop reads, before the loop. The values are the same either way: a part of a
+weight keeps its scales.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmp._jaxprs.source import in_scope
 from jaxmp._quantize.within import Known, dequantized_inside
 from jaxmp.quantized import QuantizedArray, array_of
 
-# What takes a part, and its parameters that say which.
+# The primitives that take a part, and their parameters that say which part.
 _SLICED: Final = {
     "slice": ("start_indices", "limit_indices", "strides"),
     "dynamic_slice": ("slice_sizes",),
@@ -32,10 +32,10 @@ _SLICED: Final = {
 
 
 def rows_first(jaxpr: Any) -> Any:
-    """A closed jaxpr that computes the same, but dequantizes no more than it reads, where it does.
+    """Returns an equivalent closed jaxpr that dequantizes only what it reads, where it reads it.
 
-    Of a table, the rows that it looks up; of stacked weights, the slice that it takes. What a loop,
-    a branch, a checkpoint or a jitted function reads, it dequantizes inside.
+    Of a table, the rows that it looks up; of stacked weights, the slice that it takes. The weights
+    that a loop, branch, checkpoint or jitted function reads are dequantized inside.
     """
     opened, consts = compat.closed(jaxpr)
     if not any(widens_8_bits(eqn) and is_dequantizing(eqn) for eqn in opened.eqns):
@@ -44,25 +44,25 @@ def rows_first(jaxpr: Any) -> Any:
 
 
 def is_dequantizing(eqn: JaxprEqn) -> bool:
-    """Whether an equation is part of turning a quantized weight into an array."""
+    """Returns whether an equation is part of the dequantization of a weight."""
     return in_scope(eqn, DEQUANTIZE)
 
 
 def _run(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], given: Known | None = None
 ) -> list[Any]:
-    """The results of an open jaxpr.
+    """Evaluates an open jaxpr, dequantizing weights where they are read; returns its results.
 
     Args:
       jaxpr: the jaxpr.
       consts: its constants.
-      args: its operands; None where one is given as it is stored.
-      given: for each operand what it is dequantized of, or None.
+      args: its operands; None where one is a weight in `given`.
+      given: for each operand the quantized weight that it stands for, or None.
     """
     variables = (*jaxpr.constvars, *jaxpr.invars)
     env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
     tables = {v: q for v, q in zip(jaxpr.invars, given or [None] * len(args), strict=True) if q}
-    # Dequantized where it is read, and not at all where nothing does.
+    # Dequantized where they are read, and never if they are not.
     later: dict[Any, Callable[[], list[Any]]] = {v: _of(q) for v, q in tables.items()}
     made_of: dict[Any, tuple[Any, ...]] = {}  # dequantized weights → the variables they are from
 
@@ -106,7 +106,7 @@ def _of(stored: QuantizedArray) -> Callable[[], list[Any]]:
 
 
 def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
-    """What an equation dequantizes, if its result is made of these arrays and is whole."""
+    """Returns the quantized weight of these arrays if an equation dequantizes all of it."""
     shape = compat.shape_of(eqn.outvars[0])
     if len(arrays) != 2 or any(len(np.shape(a)) != len(shape) for a in arrays):
         return None
@@ -119,7 +119,7 @@ def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
 def _of_weights(
     eqn: JaxprEqn, operands: Sequence[Any], known: Known
 ) -> list[Any] | QuantizedArray | None:
-    """The results of an equation that takes a part of a weight, or reads one further inside.
+    """Returns the results of an equation that takes a part of a weight, or reads one inside.
 
     A `QuantizedArray` is its only result, as it is stored; None: it reads the weight as a whole.
     """
@@ -136,7 +136,7 @@ def _of_weights(
 
 
 def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> QuantizedArray | None:
-    """What a slice takes of a dequantized weight, as it is stored, and what that is squeezed to."""
+    """Returns what a slice or squeeze takes of a weight, as it is stored; None if it cannot be."""
     name = eqn.primitive.name
     if name == "squeeze":
         [values], [scale] = (compat.bind(eqn, [x]) for x in (table.values, table.scale))
@@ -147,12 +147,12 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
     split = [groups not in (1, n) for groups, n in zip(table.scale.shape, table.shape, strict=True)]
     if any(s and size != n for s, size, n in zip(split, sizes, table.shape, strict=True)):
         return None
-    # Where each index along an axis has its scale, it is taken alike; else all that there are.
+    # Along an axis with one scale per index, scales are sliced like values; else all are taken.
     alike, groups = np.equal(table.scale.shape, table.shape), table.scale.shape
     said = {key: eqn.params[key] for key in _SLICED[name]}
     strides = said.get("strides", 1) or 1
     params = {
-        "slice_sizes": np.where(alike, sizes, groups),  # a start beyond is moved to where it fits
+        "slice_sizes": np.where(alike, sizes, groups),  # starts are clamped to fit
         "start_indices": np.where(alike, said.get("start_indices", 0), 0),
         "limit_indices": np.where(alike, said.get("limit_indices", 0), groups),
         "strides": np.where(alike, strides, 1),
@@ -164,7 +164,7 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
 
 
 def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | None:
-    """The rows that a gather takes of a table, dequantized; None if they are not whole."""
+    """Returns the rows that a gather takes of a table, dequantized; None if they are not whole."""
     rows = gather(eqn)
     of_scale = []
     for i, (size, length, groups) in enumerate(
@@ -176,7 +176,7 @@ def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | Non
             of_scale.append(groups)
         else:
             return None
-    # Beyond the end of the table is what is asked for there: 1 times that.
+    # Out of bounds, the result is the fill value of the gather: 1 times that.
     [values] = compat.bind(eqn, [table.values, indices], fill_value=1)
     [scale] = compat.bind(eqn, [table.scale, indices], slice_sizes=tuple(of_scale))
     with jax.named_scope(ROWS):

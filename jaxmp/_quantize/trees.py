@@ -41,31 +41,31 @@ def quantize(
     Flax or written by hand, dequantizes them in its body, layer by layer; loops, branches and
     checkpoints likewise.
 
-    Quantized are floating leaves of two or more axes and at least `min_size` elements. All others
+    Floating leaves of two or more axes and at least `min_size` elements are quantized. All others
     stay as they are, and so do leaves called ``bias``, ``b``, ``scale``, ``offset``, ``mean`` and
     ``var`` (stacked by a scan, they have two axes), NNX Variables other than `nnx.Param`,
     `nnx.LoRAParam`, and, in a dict of Linen's variables, all but its ``params``.
 
-    They are constants to derivatives. Differentiate by the other parameters (LoRA), and pass these
-    as they are: `jax.grad` with respect to integers fails with JAX's own error, and with respect to
-    float8 values or scales with jaxmp's.
+    Derivatives treat them as constants. Differentiate with respect to the other parameters (LoRA):
+    `jax.grad` with respect to integers fails with JAX's own error, and with respect to float8
+    values or scales with jaxmp's.
 
     Args:
       params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which
         a copy is returned. Arrays may be NumPy's, `jax.ShapeDtypeStruct`, or traced.
       format: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``; or a mapping from patterns of paths to
-        formats, or to None for what stays as it is: the first that matches decides, and what none
-        matches stays. Patterns are those of `PolicyMap`, over the path of a leaf: ``"**/kernel"``,
-        ``"encoder"``. int8 and float8 take half of what 16 bits take; int4, with its scales, 0.31
-        of it in blocks of 32 and 0.28 in blocks of 64.
-      granularity: what shares a scale. ``"row"``: all weights that are summed in one result, for
-        each output channel one; which axis that is, names and shapes tell (a table named
+        formats, or to None to leave weights as they are: the first that matches decides, and leaves
+        that none matches stay. Patterns are those of `PolicyMap`, over the path of a leaf:
+        ``"**/kernel"``, ``"encoder"``. int8 and float8 take half the memory of 16 bits; int4, with
+        its scales, 0.31 of it in blocks of 32 and 0.28 in blocks of 64.
+      granularity: what shares a scale. ``"row"``: all weights that are summed in one result, one
+        scale per output channel; the axis is inferred from names and shapes (a table named
         ``embedding``: a row; else the longest axis but the last). ``"block"``: `block_size` of
         those. ``"tensor"``: a matrix, the last two axes. None: ``"block"`` for int4, ``"row"`` for
         the others.
-      block_size: how many weights share a scale in ``"block"``; where it does not divide the axis,
-        the nearest divisor.
-      min_size: how many elements a matrix must have to be quantized.
+      block_size: the number of weights that share a scale in ``"block"``; where it does not divide
+        the axis, the nearest divisor.
+      min_size: the number of elements that a matrix must have to be quantized.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
@@ -134,7 +134,7 @@ def quantize(
 
 
 def dequantize(tree: T) -> T:
-    """A tree with arrays, in the dtypes they had, in place of what `quantize` made of them.
+    """Returns a tree with its quantized weights as arrays again, in the dtypes that they had.
 
     Args:
       tree: a pytree, `nnx.State` or NNX module (a copy is returned).
@@ -157,7 +157,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _map(fn: Callable[[tuple[str, ...], Any], Any], tree: Any, above: tuple[str, ...] = ()) -> Any:
-    """A tree with `fn(path, leaf)` of each leaf that may be a parameter."""
+    """Applies `fn(path, leaf)` to each leaf of a tree that may be a parameter."""
     # Linen's variables: only one of the collections holds parameters.
     collections = not above and isinstance(tree, Mapping) and "params" in tree
 
@@ -189,7 +189,7 @@ def _of_variable(fn: Callable[..., Any], path: tuple[str, ...], variable: Any) -
     hooks = variable.get_metadata().get("on_get_value", ())
     hooks = hooks if isinstance(hooks, tuple) else (hooks,)
     others = tuple(hook for hook in hooks if hook is not read)
-    # What reads the Variable gets an array: this is Flax's way to have that.
+    # Readers of the Variable get an array, by Flax's hook.
     hooks = (read, *others) if is_quantized(new) else others
     copied = variable.copy(new, on_get_value=hooks)
     if not hooks:
@@ -198,7 +198,7 @@ def _of_variable(fn: Callable[..., Any], path: tuple[str, ...], variable: Any) -
 
 
 def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
-    """What reading an NNX Variable gives that holds a `QuantizedArray`."""
+    """Dequantizes the `QuantizedArray` of an NNX Variable that is read: its hook `on_get_value`."""
     abstract = is_quantized(value) and isinstance(value.values, jax.ShapeDtypeStruct)
     return value.dequantize() if is_quantized(value) and not abstract else value
 
@@ -215,12 +215,12 @@ def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> Quanti
                 "float32's range, which no scale can bring into range."
             )
         values, scale = _as_sharded(x, values, scale)
-    # NumPy's float64 is float32 to JAX, unless it is told otherwise.
+    # NumPy's float64 is float32 to JAX, unless x64 is enabled.
     return QuantizedArray(values, scale, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:
-    """Values and scales, sharded as the array they are of: scales along the axes they can be."""
+    """Shards values and scales like their array; scales along those axes that can be sharded."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return values, scale

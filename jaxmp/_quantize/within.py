@@ -1,4 +1,4 @@
-"""Loops, branches and calls get a quantized weight as it is stored, and dequantize it inside.
+"""Dequantization inside loops, branches and calls, which get quantized weights as they are stored.
 
 Dequantized before a loop, a stack of layers would be in 16 bits as a whole while it runs.
 """
@@ -18,26 +18,26 @@ from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 
 Known = Sequence[QuantizedArray | None]
-# The results of an open jaxpr, given its constants, its operands, and what they are dequantized of.
+# The results of an open jaxpr, given its constants, its operands, and the weights in their place.
 Run = Callable[[Any, Sequence[Any], Sequence[Any], Known], list[Any]]
 
-# What is bound again with more operands that all its jaxprs share.
+# The primitives that are bound again with extra operands, which all their jaxprs share.
 _SHARING: Final = frozenset({"cond", "jit", "remat2"})
 
 
 def dequantized_inside(
     eqn: JaxprEqn, operands: Sequence[Any], known: Known, run: Run
 ) -> list[Any] | None:
-    """The results of an equation whose jaxprs dequantize the weights that they read themselves.
+    """Runs an equation whose inner jaxprs dequantize the weights that they read.
 
     Args:
       eqn: the equation.
       operands: its operands; None for a weight.
-      known: for each, what it is dequantized of; None for others.
-      run: runs a jaxpr.
+      known: for each operand, the weight that it stands for; None for others.
+      run: evaluates a jaxpr.
 
     Returns:
-      Its results; None where it has no jaxprs, or the weights are not handed on.
+      Its results; None where it has no jaxprs, or they do not get a weight as it is stored.
     """
     kind = compat.kind(eqn)
     stored = [x if q is None else q for x, q in zip(operands, known, strict=True)]
@@ -49,7 +49,7 @@ def dequantized_inside(
 
 
 def _body(jaxpr: Any, run: Run) -> Callable[..., list[Any]]:
-    """A jaxpr as a function of its operands, some of them as they are stored."""
+    """Returns a jaxpr as a function of its operands, some of them weights as they are stored."""
     opened, consts = compat.closed(jaxpr)
 
     def body(*operands: Any) -> list[Any]:
@@ -64,7 +64,7 @@ def _array(x: Any) -> Any:
 
 
 def _scan(eqn: JaxprEqn, stored: Sequence[Any], run: Run) -> list[Any] | None:
-    """Of a stack, each iteration gets its slice of values and of scales."""
+    """Runs a scan whose iterations get their slice of a stack's values and scales."""
     n_consts, n_carry = compat.scan_split(eqn)
     first = n_consts + n_carry
     consts, carry = stored[:n_consts], list(map(_array, stored[n_consts:first]))
@@ -82,7 +82,7 @@ def _scan(eqn: JaxprEqn, stored: Sequence[Any], run: Run) -> list[Any] | None:
 
 
 def _sliced_alike(x: Any) -> bool:
-    """Whether a slice along the first axis has its own scales, if it has any."""
+    """Returns whether slices along the first axis have their own scales, if they have any."""
     return not is_quantized(x) or x.scale.shape[0] == x.shape[0]
 
 
@@ -103,7 +103,7 @@ def _while(eqn: JaxprEqn, stored: Sequence[Any], run: Run) -> list[Any] | None:
 
 
 def _sharing(eqn: JaxprEqn, stored: Sequence[Any], run: Run) -> list[Any] | None:
-    """In the place of the array stands another, of zeros, which nothing reads."""
+    """Rebinds an equation with the weights as extra operands, and unread zeros in their place."""
     extra = {i: q for i, q in enumerate(stored) if is_quantized(q)}
     if any(explicit_sharding(eqn.invars[i]) for i in extra):
         return None

@@ -1,6 +1,6 @@
-"""What steps take, and when 8 bits pay: estimates by one roofline, quantizing included.
+"""Estimates of the time of a step, and of when 8 bits pay: one roofline, quantizing included.
 
-Figures of chips are data (`jaxmp/_chips/chips.toml`); what is here are functions of them.
+The figures of chips are data (`jaxmp/_chips/chips.toml`); the functions of them are here.
 """
 
 from jaxmp._speed.chip import Chip, chip_named, chip_of

@@ -1,4 +1,4 @@
-"""Chips as far as the time of their products goes, by name or by device."""
+"""Chips, with the figures that the time of their products depends on, by name or by device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxmp.devices import chips, describe
 from jaxmp.dtypes import compute_capability, default_device, did_you_mean
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-# GPUs that the tables do not have are judged as one that they have, of the nearest lower compute
-# capability that multiplies the same formats: (at least, as).
+# A GPU that is not in the tables is taken for one that is, of the nearest lower compute capability
+# that multiplies the same formats: (least capability, chip).
 _BY_CAPABILITY = (
     ((11, 0), "gpu-l4"),  # no block-scaled products as in 10.0, no operand order as in 9.0
     ((10, 0), "gpu-b200"),
@@ -24,28 +24,28 @@ _BY_CAPABILITY = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """One device, as far as the time of its products goes. Without figures, `tflops` is empty.
+    """One device, with the figures that give the time of products. Without any, `tflops` is empty.
 
     Attributes:
-      name: the chip's name in jaxmp's tables, or what JAX calls the device.
+      name: the chip's name in jaxmp's tables, or JAX's name of the device.
       platform: ``cpu``, ``gpu`` or ``tpu``.
-      tflops: the peak rate by dtype, in 10^12 operations per second. What is missing is not
-        multiplied natively.
+      tflops: the peak rate by dtype, in 10^12 operations per second. Dtypes that are missing are
+        not multiplied natively.
       bytes_per_second: the bandwidth of its memory.
-      link_bytes_per_second: what it sends to other devices, in one direction.
-      clock_hz: the clock of a TPU's estimated cycles; 0 for all else.
+      link_bytes_per_second: the bandwidth to other devices, in one direction.
+      clock_hz: the clock of a TPU's estimated cycles; 0 for other chips.
       relative: the time of a product of quantized operands over the time of the same
-        product in 16 bits, by dtype; ``mx`` is of block-scaled ones, where they are native. What is
-        missing goes by the peak rates.
+        product in 16 bits, by dtype; ``mx`` is for block-scaled ones, where they are native. Dtypes
+        that are missing go by the peak rates.
       relative_grad_weight: the same of the product that gives the gradient of the weights, which
-        sums the first axis of both operands; what is missing is as in `relative`.
+        sums the first axis of both operands; dtypes that are missing are as in `relative`.
       products: the share of the peak rate that products achieve.
       memory: the share of the bandwidth that quantizing achieves.
-      cast: what casting a float32 weight adds to a 16-bit product that it is part of (TPU), as a
-        share of the product.
-      launch_seconds: what each kernel takes at least.
+      cast: the time that casting a float32 weight adds to the 16-bit product that it is part of
+        (TPU), as a share of the product's.
+      launch_seconds: the least time of a kernel.
       fuses: whether the largest magnitude of an array, and the cast of a weight to 16 bits, are
-        part of the operations around them (TPU), rather than passes of their own.
+        fused into the operations around them (TPU), rather than passes of their own.
       turns: whether 8-bit products take operands in one order only, so that half of them are
         transposed first (NVIDIA before compute capability 10).
       recipe: the recipe that ``matmul="auto"`` takes; empty for none.
@@ -73,12 +73,12 @@ class Chip:
         return next((name for name in _SIXTEEN_BITS if name in self.tflops), "")
 
     def multiplies(self, key: str) -> bool:
-        """Whether it is documented to multiply a dtype, or ``mx``, as it is."""
+        """Returns whether it is documented to multiply a dtype, or ``mx``, natively."""
         native = self.relative if key == "mx" else self.tflops
         return key == "float32" or key in native
 
     def share(self, key: str) -> float:
-        """The time of a product in a dtype, or ``mx``, over that in 16 bits; 1 where emulated."""
+        """Returns the time of a product in a dtype, or ``mx``, over 16 bits'; 1 where emulated."""
         if key in self.relative:
             return self.relative[key]
         if not self.multiplies(key):
@@ -90,7 +90,7 @@ class Chip:
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of a name, or of a target such as ``tpu-v5e:4x4``.
+    """Returns the chip of a name, or of a target such as ``tpu-v5e:4x4``.
 
     Raises:
       ValueError: if there is no such chip.
@@ -126,7 +126,7 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_of(device: Any = None) -> Chip:
-    """The chip that a device is; of a GPU that the tables do not have, one like it.
+    """Returns the chip that a device is; for a GPU that is not in the tables, one like it.
 
     Args:
       device: a `jax.Device`; by default `jax.default_device`, else the first local one,

@@ -1,4 +1,4 @@
-"""Which recipe a chip multiplies fast, whether it pays for a layer, and what is emulated."""
+"""The recipe that a chip multiplies fast, the layers that it pays for, and emulated formats."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jaxmp._speed.chip import Chip
 from jaxmp._speed.estimate import estimate, keys_of
 from jaxmp.recipes import Recipe, parse_recipe
 
-# A recipe is said to pay at so much of the time in 16 bits. On GPUs estimates are within 7 % of
-# what is published for layers that keep a chip busy (`benchmarks/when_it_pays.py`); on TPUs they
-# are up to 14 % below what XLA estimates of whole layers (`benchmarks/product_cycles.py`). Less of
-# a gain may be none.
+# A recipe pays if it takes at most this share of the time in 16 bits. On GPUs estimates are within
+# 7 % of published times for layers that keep a chip busy (`benchmarks/when_it_pays.py`); on TPUs
+# they are up to 14 % below XLA's estimates of whole layers (`benchmarks/product_cycles.py`). A
+# smaller gain may be none.
 WORTH = {"gpu": 0.95, "tpu": 0.85}
 _BLOCKS = {"mx": "32", "block": "1 x 128"}
 
 
 class Gain(NamedTuple):
-    """What a recipe makes of a layer.
+    """The gain of a layer from a recipe.
 
     Attributes:
       pays: whether it is estimated to be faster than 16 bits by enough to say so.
@@ -30,13 +30,13 @@ class Gain(NamedTuple):
 
 
 def pays(recipe: Recipe, chip: Chip, tokens: int, n_in: int, n_out: int) -> Gain:
-    """Whether a recipe is estimated faster than 16 bits, for the three products of a layer.
+    """Estimates whether a recipe is faster than 16 bits, for the three products of a layer.
 
     Args:
       recipe: the recipe.
-      chip: what it runs on.
+      chip: the chip that it runs on.
       tokens: the rows of the layer's input: all axes that its weights do not have.
-      n_in: what is summed, forward.
+      n_in: the length of the sum, forward.
       n_out: the columns of the result.
 
     Example:
@@ -54,7 +54,7 @@ def pays(recipe: Recipe, chip: Chip, tokens: int, n_in: int, n_out: int) -> Gain
 
 
 def fastest_recipe(chip: Chip) -> tuple[Recipe | None, str]:
-    """The recipe that ``matmul="auto"`` stands for on a chip, or None; and why, in words.
+    """Returns the recipe that ``matmul="auto"`` stands for on a chip, or None; and the reason.
 
     Whether it pays for a layer is another question: `pays`.
 
@@ -82,9 +82,9 @@ def fastest_recipe(chip: Chip) -> tuple[Recipe | None, str]:
 
 
 def why_emulated(recipe: Recipe, chip: Chip) -> str:
-    """Why a chip does not multiply a recipe's 8-bit formats as they are; empty if it does.
+    """Returns the reason why a chip emulates a recipe's 8-bit formats; empty if it does not.
 
-    Of a chip without figures nothing is said, and a CPU is there to try out what runs elsewhere.
+    Also empty for a chip without figures, such as a CPU, on which programs are only tried out.
 
     Example:
       >>> from jaxmp._speed.chip import chip_named
@@ -112,7 +112,7 @@ def why_emulated(recipe: Recipe, chip: Chip) -> str:
 
 
 def warning(recipe: Recipe, chip: Chip) -> str:
-    """What to warn of a recipe on a chip: that it is emulated, or no faster; empty for neither.
+    """Returns a warning that a recipe is emulated on a chip, or no faster; empty for neither.
 
     Example:
       >>> from jaxmp._speed.chip import chip_named

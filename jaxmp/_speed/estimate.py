@@ -1,7 +1,7 @@
-"""How long the three products of a layer take by the roofline, in 16 bits and under a recipe.
+"""The time of a layer's three products by the roofline, in 16 bits and under a recipe.
 
-Of ``tokens`` rows, from ``n_in`` to ``n_out``, forward and backward. Each pass over an array that
-quantizes it takes its bytes.
+The layer maps ``tokens`` rows from ``n_in`` to ``n_out``, forward and backward. Each pass over an
+array that quantizes it takes the time of its bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
     @property
     def elements(self) -> dict[str, int]:
-        """How many each array has."""
+        """The number of elements of each array."""
         tokens, n_in, n_out = self
         return {"x": tokens * n_in, "w": n_in * n_out, "g": tokens * n_out}
 
@@ -38,9 +38,9 @@ class Estimate:
     """An estimate of a layer's three products.
 
     Attributes:
-      seconds: under the recipe, quantizing included.
-      quantizing: of that, for quantizing.
-      seconds_16_bits: in 16 bits.
+      seconds: the time under the recipe, quantizing included.
+      quantizing: the part of that for quantizing.
+      seconds_16_bits: the time in 16 bits.
     """
 
     seconds: float
@@ -62,24 +62,24 @@ def estimate(
     *,
     weight_bytes: int = _WEIGHT,
 ) -> Estimate:
-    """How long the three products of a layer take on a chip, in 16 bits and under a recipe.
+    """Estimates the time of a layer's three products, in 16 bits and under a recipe.
 
-    A format that the chip does not multiply is widened: its products take what 16 bits take.
+    A format that the chip does not multiply is widened: its products take the time of 16 bits.
 
-    Compared with what is published (`benchmarks/when_it_pays.py` prints it): for the GEMMs of a
+    Compared with published figures (`benchmarks/when_it_pays.py` prints them): for the GEMMs of a
     layer of a 5-billion-parameter model, quantizing included, TransformerEngine measures 1.58 x
-    bfloat16 with current scaling on an H200 and 1.42 x with MXFP8 on a B300; this says 1.59 and
-    1.39 (on a B200). For tokens x in x out of 1024 x 2048 x 1024 and 4096 x 8192 x 16384, torchao
-    measures 0.80 and 1.39 x on an H100 of 2.4 TB/s; this says 0.52 and 1.33. Small layers are
-    slower in both.
+    bfloat16 with current scaling on an H200 and 1.42 x with MXFP8 on a B300; this estimates 1.59
+    and 1.39 (on a B200). For tokens x in x out of 1024 x 2048 x 1024 and 4096 x 8192 x 16384,
+    torchao measures 0.80 and 1.39 x on an H100 of 2.4 TB/s; this estimates 0.52 and 1.33. Small
+    layers are slower in both.
 
     Args:
       recipe: at least one of its products is in 8 bits.
-      chip: with figures.
+      chip: a chip with figures.
       tokens: the rows of the input.
-      n_in: the sizes of the weights.
-      n_out: likewise.
-      weight_bytes: of an element of the weights as they are stored.
+      n_in: the rows of the weights.
+      n_out: the columns of the weights.
+      weight_bytes: the bytes of an element of the weights as they are stored.
 
     Raises:
       ValueError: if no figures of the chip are known, or a size is not positive.
@@ -100,16 +100,16 @@ def estimate(
 
 
 def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cast: bool) -> float:
-    """The seconds of the three products, by the formats of their operands; () is 16 bits.
+    """Returns the seconds of the three products.
 
     Args:
-      keys: the formats.
+      keys: the formats of their operands; () is 16 bits.
       chip: the chip.
       sizes: their sizes.
       cast: whether weights are cast to 16 bits for the products that read them so.
     """
     tokens, n_in, n_out = sizes
-    # The rows of a result, what is summed, and the columns.
+    # The rows of the result, the length of the sum, and the columns.
     matrices = {
         "forward": (tokens, n_in, n_out),
         "grad_input": (tokens, n_out, n_in),
@@ -128,37 +128,37 @@ def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cas
 
 
 def keys_of(recipe: Recipe, product: str) -> tuple[str, ...]:
-    """What the figures of a chip call the operands of one of a recipe's products; () is 16 bits."""
+    """Returns the keys in a chip's figures of a recipe's operands in a product; () is 16 bits."""
     fmt, forward = FORMATS[recipe.formats[product]], FORMATS[recipe.forward]
     if not fmt.scaled:
         return (fmt.name,) if fmt.bits > 16 else ()
     if recipe.granularity in ("mx", "block"):
         return (recipe.granularity,)
-    # Backward, the other operand is as it was forward, or float8.
+    # Backward, the other operand is in its forward format, or in float8.
     other = forward if forward.scaled else FORMATS["e4m3"]
     return tuple(dict.fromkeys((fmt.name, other.name)))
 
 
 def _product(chip: Chip, m: int, k: int, n: int, keys: tuple[str, ...]) -> float:
-    """The seconds of one product of operands in some formats."""
+    """Returns the seconds of one product of operands in some formats."""
     share, operand, result = 1.0, _VALUE, _VALUE
     if keys and all(key in chip.relative or chip.multiplies(key) for key in keys):
         share = max(map(chip.share, keys))
         operand = 4 if "float32" in keys else 1
         if "int8" in keys and not chip.fuses:
-            result = 4 + 2  # sums of 32 bits, which what comes next reads
+            result = 4 + 2  # sums of 32 bits, which the next kernel reads
     moved = (m * k + k * n) * operand + m * n * result
     return product_seconds(chip, 2 * m * k * n, share, moved)
 
 
 def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iterator[float]:
-    """The bytes of every pass over an array that quantizing takes."""
+    """Yields the bytes of every pass over an array that quantizing takes."""
     scaled = {name: FORMATS[short].scaled for name, short in recipe.formats.items()}
     elements = sizes.elements
     if recipe.granularity in ("block", "mx"):
         yield from _block_passes(recipe.granularity, scaled, elements, weight_bytes)
         return
-    # Which copies there are: (array, bytes it is read in, how many, whether one is transposed).
+    # The 8-bit copies: (array, bytes of an element read, how many, whether one is transposed).
     gradients = [
         FORMATS[recipe.formats[name]].name for name in ("grad_input", "grad_weight") if scaled[name]
     ]
@@ -171,7 +171,7 @@ def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iter
     ):
         n = elements[name]
         if chip.fuses:
-            # What is computed has its largest magnitude already; copies are written together.
+            # Computed arrays come with their largest magnitude; copies are written together.
             if name == "w" and count:
                 yield n * source
             if count:
@@ -187,10 +187,10 @@ def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iter
 def _block_passes(
     granularity: str, scaled: dict[str, bool], elements: dict[str, int], weight_bytes: int
 ) -> Iterator[float]:
-    """As `_passes`, of blocks, in which the largest magnitude is found on the way.
+    """Yields as `_passes` does, for blocks, whose largest magnitudes take no pass of their own.
 
-    Each product has copies in blocks along what it sums: those of the backward pass are made of
-    the 8-bit ones of the forward pass, but for square blocks, which are right as they are.
+    Each product has copies in blocks along the axis it sums: those of the backward pass are made of
+    the 8-bit ones of the forward pass, but for square blocks, which serve both.
     """
     x, w, g = (elements[name] for name in "xwg")
     if scaled["forward"]:

@@ -1,4 +1,4 @@
-"""When 8 bits pay on a chip: a table of layers by recipes."""
+"""A table, layers by recipes, of when 8 bits pay on a chip."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WEIGHTS: Final = (
     (4096, 4096), (4096, 16384), (16384, 4096), (8192, 8192), (8192, 32768), (32768, 8192),
 )  # fmt: skip
 TOKENS: Final = tuple(2**i for i in range(8, 17))
-# Of so many tokens the table says how much faster.
+# The number of tokens for which the table has the ratio of times.
 USUAL: Final = 16384
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """What a recipe makes of a layer, by the number of tokens.
+    """The gain of a layer from a recipe, by the number of tokens.
 
     Attributes:
       ratios: the estimated time over that in 16 bits, by the number of tokens.
-      least: the fewest tokens of those from which on it pays, with more of them too; None if never.
+      least: the fewest of those tokens from which on it always pays; None if never.
     """
 
     ratios: dict[int, float]
@@ -41,7 +41,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaysTable:
-    """For which layers which recipe is estimated faster than 16 bits, on one device. Print it.
+    """The layers for which each recipe is estimated faster than 16 bits, on one device. Print it.
 
     Attributes:
       chip: the device.
@@ -52,7 +52,7 @@ class PaysTable:
     cells: dict[tuple[int, int], dict[Recipe, Cell]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as plain data, for JSON."""
+        """Returns the table as plain data, for JSON."""
         recipe, reason = fastest_recipe(self.chip)
         rows = [
             {
@@ -96,7 +96,7 @@ _TRUST = (
 
 
 def when_it_pays(target: str) -> PaysTable:
-    """For which layers which recipe is estimated faster than 16 bits, on a device of a target.
+    """Estimates for which layers each recipe is faster than 16 bits, on a device of a target.
 
     Args:
       target: as in `jaxmp.preflight`.

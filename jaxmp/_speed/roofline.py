@@ -1,8 +1,8 @@
-"""How long products, passes over memory and whole steps take: a roofline of a chip's figures.
+"""The time of products, passes over memory and whole steps: a roofline of a chip's figures.
 
-A product takes what its operations take at the chip's rate, or its bytes at the chip's bandwidth,
-or the start of a kernel, whichever is longest; all else takes its bytes. What crosses between
-devices is taken to overlap with the rest, as far as it can.
+A product takes the time of its operations at the chip's rate, of its bytes at its bandwidth, or of
+the start of a kernel, whichever is longest; all else takes the time of its bytes. Communication
+between devices is assumed to overlap with the rest, as far as it can.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CYCLES = "the compiler's estimated cycles"
 
 
 class Work(NamedTuple):
-    """What one device does in a step.
+    """The work of one device in a step.
 
     Attributes:
-      flops: of matmuls and convolutions, by what they multiply: ``bfloat16``, or of two
-        ``bfloat16*float32``.
-      product_bytes: the operands and results of their kernels.
+      flops: the FLOPs of matmuls and convolutions, by the dtypes they multiply: ``bfloat16``, or of
+        two ``bfloat16*float32``.
+      product_bytes: the bytes of the operands and results of their kernels.
       other_bytes: those of all other kernels.
-      kernels: how many others there are.
-      crossing_bytes: what it sends to other devices.
-      cycles: what the compiler estimates that the program takes (TPU); None if it does not say.
+      kernels: the number of other kernels.
+      crossing_bytes: the bytes that it sends to other devices.
+      cycles: the compiler's estimate for the program (TPU); None if it has none.
     """
 
     flops: Mapping[str, float]
@@ -44,7 +44,7 @@ class StepTime(NamedTuple):
 
     Attributes:
       seconds: of the step.
-      source: what it is estimated from: `ROOFLINE` or `CYCLES`.
+      source: the basis of the estimate: `ROOFLINE` or `CYCLES`.
     """
 
     seconds: float
@@ -52,10 +52,10 @@ class StepTime(NamedTuple):
 
 
 def product_seconds(chip: Chip, flops: float, share: float, moved: float) -> float:
-    """The seconds of products.
+    """Returns the seconds of products.
 
     Args:
-      chip: with figures.
+      chip: a chip with figures.
       flops: their operations.
       share: the time in their operands' formats over that in 16 bits.
       moved: the bytes of their operands and results.
@@ -65,12 +65,12 @@ def product_seconds(chip: Chip, flops: float, share: float, moved: float) -> flo
 
 
 def pass_seconds(chip: Chip, moved: float, kernels: float = 1) -> float:
-    """The seconds of kernels that move so many bytes between them."""
+    """Returns the seconds of kernels that together move `moved` bytes."""
     return max(moved / (chip.bytes_per_second * chip.memory), kernels * chip.launch_seconds)
 
 
 def step_time(chip: Chip, work: Work) -> StepTime | None:
-    """The time of a step on a chip; None without figures of it, or of what it multiplies.
+    """Returns the time of a step; None without figures of the chip, or of a dtype it multiplies.
 
     Example:
       >>> from jaxmp._speed.chip import chip_named
@@ -86,7 +86,7 @@ def step_time(chip: Chip, work: Work) -> StepTime | None:
         return StepTime(max(work.cycles / chip.clock_hz, crossing), CYCLES)
     if not all(_has_rate(chip, part) for dtype in work.flops for part in dtype.split("*")):
         return None
-    # In the format of the slowest of the two operands.
+    # In the format of the slower of the two operands.
     shares = {dtype: max(map(chip.share, dtype.split("*"))) for dtype in work.flops}
     flops = sum(flops * shares[dtype] for dtype, flops in work.flops.items())
     products = product_seconds(chip, flops, 1.0, work.product_bytes) if flops else 0.0
@@ -95,9 +95,9 @@ def step_time(chip: Chip, work: Work) -> StepTime | None:
 
 
 def _has_rate(chip: Chip, dtype: str) -> bool:
-    """Whether the rate of a dtype is known: its own, or of what it is widened or rounded to.
+    """Returns whether the rate of a dtype is known, or that of the dtype it is converted to.
 
-    Not of float64, nor where float32 is multiplied without matrix units, as on a T4.
+    It is not for float64, nor where float32 is multiplied without matrix units, as on a T4.
     """
     rounds = chip.platform == "tpu" or "tfloat32" in chip.tflops
     return dtype in chip.tflops or (

@@ -20,14 +20,14 @@ class Target:
       name: as given, ``tpu-v5e:2x2``.
       platform: ``tpu`` or ``gpu``.
       topology: of a TPU ``v5e:2x2``, of GPUs ``1x1x8`` (slices, hosts, devices).
-      device_count: how many JAX devices it has.
+      device_count: the number of JAX devices.
       hbm_bytes: the memory of one device.
       hbm_bytes_per_second: the bandwidth of one device.
-      tflops: the peak rate of one device by dtype, in 10^12 operations per second. What is missing
-        is not multiplied natively.
+      tflops: the peak rate of one device by dtype, in 10^12 operations per second. Dtypes that are
+        missing are not multiplied natively.
       matrix_unit: of a TPU, the rows and the columns of its matrix units.
-      config: what the compiler needs to know of a GPU, an XLA ``GpuTargetConfigProto`` in text.
-      chip_count: how many chips the devices are.
+      config: the compiler's description of a GPU, an XLA ``GpuTargetConfigProto`` in text.
+      chip_count: the number of chips that have these devices.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Target:
     chip_count: int = 1
 
     def multiplies(self, dtype: str) -> bool:
-        """Whether operands of a dtype, or of two as in ``bfloat16*float32``, need no widening.
+        """Returns whether operands of a dtype, or two as ``bfloat16*float32``, need no widening.
 
-        Of a device whose rates are not known nothing is said to.
+        True for a device whose rates are not known.
         """
         narrow = {name for name in dtype.split("*") if np.dtype(name).itemsize <= 2}
         return not self.tflops or narrow <= self.tflops.keys()
 
 
 def chip_names() -> tuple[str, ...]:
-    """The chips that `parse_target` knows.
+    """Returns the chips that `parse_target` knows.
 
     Example:
       >>> "tpu-v5e" in chip_names()
@@ -120,9 +120,9 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
 
 
 def _gpu_config(chip: dict[str, Any]) -> str:
-    """XLA's `GpuTargetConfigProto`. What all of these GPUs share is written out here.
+    """Returns XLA's `GpuTargetConfigProto` in text; the values that all these GPUs share are here.
 
-    Without the versions of CUDA, XLA takes no 8-bit product to be possible.
+    Without the versions of CUDA, XLA assumes that 8-bit products are not supported.
     """
     config = dict(chip["config"])
     name = config.pop("name")

@@ -45,13 +45,13 @@ def accumulate_gradients(
     Args:
       grad_fn: What `jaxmp.value_and_grad` or `jax.value_and_grad` returns: a function to
         `(loss, grads)`, or to `((loss, aux), grads)`.
-      microbatches: How many pieces; it divides the leading axis of every array in the batch.
+      microbatches: The number of pieces; it divides the leading axis of every array in the batch.
       batch_argnums: Which positional arguments to cut along their leading axis, as `(1, 2)` for
         `loss_fn(params, x, y)`. By default argument 1, if no other after it is as long. The others
         go to each piece whole, a PRNG key too: for a key each, make
         `jax.random.split(key, microbatches)` part of the batch. The pieces are interleaved, every
         `microbatches`-th example, so that a batch sharded over devices stays where it is.
-      reduce: What is made of the losses and gradients: their "mean" or their "sum".
+      reduce: How the losses and gradients are combined: by their "mean" or their "sum".
 
     Returns:
       A function of `grad_fn`'s arguments. The loss and the gradients are float32 where they were 16
@@ -60,10 +60,10 @@ def accumulate_gradients(
       mesh axes gradients are typed as `grad_fn` types them; unreduced ones are added up unreduced.
 
     Raises:
-      ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if a leading
-        axis does not divide, or over a mesh of explicit axes the pieces do not divide over the
-        devices, an argument of `batch_argnums` is not there, several arguments may be the batch and
-        `batch_argnums` does not say, or a piece gives an NNX module new variables.
+      ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if
+        `microbatches` does not divide a leading axis, or over a mesh of explicit axes the devices
+        do not divide a piece, an argument of `batch_argnums` is missing, several arguments may be
+        the batch and `batch_argnums` is not given, or a piece gives an NNX module new variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
         pair, or its loss or a gradient is not a floating number.
 
@@ -131,7 +131,7 @@ def accumulate_gradients(
 def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises if another argument is as long as argument 1, the batch: it may belong to it.
 
-    Were it not cut, a piece would not fit it, or, of one example, be broadcast against all of it.
+    If not cut, it would not fit a piece, or a piece of one example would be broadcast against it.
     """
     length = next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args[1])), None)
 
@@ -153,7 +153,7 @@ def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _loss_and_grads(out: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What a gradient function returned, checked: `(loss, grads)`, and `(aux,)` or nothing."""
+    """Checks the result of a gradient function; returns `(loss, grads)`, and `(aux,)` or `()`."""
     value, grads = out if isinstance(out, tuple) and len(out) == 2 else (None, None)
     loss: Any
     loss, *aux = value if isinstance(value, tuple) and len(value) == 2 else (value,)
@@ -191,9 +191,9 @@ def _check_types(like: Any, state: Any, after: Any) -> None:
 
 
 def _take_out_modules(tree: Any) -> tuple[list[nnx.Module], Any, Callable[[Any], Any]]:
-    """The NNX modules among arguments, their state, and how to make the arguments of a state.
+    """Returns the NNX modules among arguments, their state, and a function from state to arguments.
 
-    Variables of the caller cannot be set inside a scan, so it carries their values.
+    The caller's Variables cannot be set inside a scan, so it carries their values.
     """
 
     def is_module(node: Any) -> bool:
@@ -249,7 +249,7 @@ def _split(args: tuple[Any, ...], argnums: tuple[int, ...], count: int) -> tuple
 
 
 def _parts(leaf: Any, size: int) -> int | None:
-    """How many ways the type of a batch says that it is sharded, where that divides no `size`."""
+    """Returns the number of shards in a batch's type if it does not divide `size`, else None."""
     sharding = explicit_sharding(leaf)
     axes = sharding.spec[0] if sharding is not None and len(sharding.spec) else None
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
@@ -257,8 +257,8 @@ def _parts(leaf: Any, size: int) -> int | None:
     return parts if size % parts else None
 
 
-# The sum over pieces of one loss or gradient; None for a float0, which has none. Of what Flax
-# overwrites the largest is kept.
+# The sum over pieces of one loss or gradient; None for a float0, which has none. For values that
+# Flax overwrites it is the largest.
 
 
 def _start(path: tuple[Any, ...], like: Any) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""What the training functions refuse of their caller's arguments, and what to do instead."""
+"""Checks of the training functions' arguments; their errors say what to do instead."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
     "update_inner",
 ]
 
-# Fields by which a `LossScaleState` is known that has lost its type.
+# The fields by which a `LossScaleState` that has lost its type is recognized.
 _FIELDS: Final = frozenset({"loss_scale", "growth_count", "skipped_count"})
 
-# How the functions are called that take more than a state.
+# The calls of the functions that take more than a state.
 _CALLS: Final = {
     "scale_loss": "jaxmp.loss_scaling.scale_loss(loss, opt_state)",
     "unscale": "jaxmp.loss_scaling.unscale(grads, opt_state)",
@@ -45,7 +45,7 @@ _CALLS: Final = {
 def as_transformation(
     function: str, inner: Any, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns what a wrapper calls, of anything that optax takes for a transformation."""
+    """Returns the extra-args form of anything that optax accepts as a transformation."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
@@ -65,7 +65,7 @@ def check_count(function: str, name: str, value: Any, hint: str = "") -> None:
         raise ValueError(f"{function}: {name} must be {allowed}; got {value}.")
 
 
-# Pytrees of parameters and gradients. `what` is what a leaf is: "the parameter", "the gradient".
+# Pytrees of parameters and gradients. `what` names a leaf: "the parameter", "the gradient".
 
 
 def check_arrays(function: str, what: str, tree: Any) -> None:
@@ -117,7 +117,7 @@ def _is_passed(leaf: Any, keys: bool) -> bool:  # noqa: FBT001
 
 
 def check_structure(function: str, grads: Any, params: Any) -> None:
-    """Compares paths, not container types; None may stand for a branch of the gradients."""
+    """Raises unless the paths agree, whatever the containers; None may stand for any gradients."""
     got, want = (
         dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent))
         for tree in (grads, params)
@@ -166,7 +166,7 @@ def update_inner(
     params: Any,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Calls the `update` of an optimizer inside; says why it failed, for three known reasons."""
+    """Calls the `update` of the inner optimizer; explains a failure of three known kinds."""
     try:
         result: tuple[Any, Any] = inner.update(grads, state, params, **extra_args)
     except (AttributeError, TypeError, ValueError) as error:
@@ -204,12 +204,12 @@ def _reason(inner: Any, grads: Any, state: Any, params: Any) -> str | None:
 
 
 def check_is_state(function: str, value: Any) -> None:
-    """Raises unless something without a scaler in it may be an optimizer's state, or hold one.
+    """Raises unless a tree without a scaler may be an optimizer's state, or hold one.
 
-    What counts as one: a tree with a NamedTuple in it, as all states of optax are, or with a node
-    of a type that JAX was told of (a dataclass, say); NNX's variables of an optimizer; and a tree
-    without arrays, such as `()`. Parameters kept in a NamedTuple pass for a state, therefore; a
-    state of plain arrays in dicts and lists, which only an optimizer written by hand has, does not.
+    Such a state is: a tree with a NamedTuple in it, as all states of optax are, or with a node
+    of a type registered with JAX (a dataclass, say); NNX's variables of an optimizer; and a tree
+    without arrays, such as `()`. So parameters kept in a NamedTuple pass for a state; a state of
+    plain arrays in dicts and lists, which only an optimizer written by hand has, does not.
 
     Example:
       >>> check_is_state("scale_loss", optax.sgd(0.1).init(np.ones(2)))
@@ -228,7 +228,7 @@ def check_is_state(function: str, value: Any) -> None:
 
 
 def _what_it_is(value: Any) -> str | None:
-    """What a value that is not an optimizer's state is, in words; None for what may be one."""
+    """Describes a value that is not an optimizer's state; returns None for one that may be."""
     nodes = jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_lost_scaler)
     if lost := [show(path) for path, node in nodes if _is_lost_scaler(node)]:
         return (
@@ -269,7 +269,7 @@ def _may_be_state(node: Any) -> bool:
     if isinstance(node, tuple):
         others = (optax.GradientTransformation, optax.LookaheadParams, optax.MaskedNode)
         return hasattr(node, "_fields") and not isinstance(node, others)
-    # Boxes around parameters are types that JAX was told of as well.
+    # Boxes around parameters are types registered with JAX as well.
     if node is None or isinstance(node, (list, nnx.State, nnx.Variable, AxisMetadata)):
         return False
     if isinstance(node, Mapping) and not dataclasses.is_dataclass(node):  # chex's are both

@@ -28,7 +28,7 @@ def scaled_value_and_grad(
     argnums: Any,
     has_aux: bool,  # noqa: FBT001
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jaxmp.value_and_grad`, by a scaler's state, of the function that error messages name."""
+    """Implements `jaxmp.value_and_grad`, given a scaler's state; `name` is for error messages."""
     if not callable(fun):
         raise TypeError(
             f"{name}: loss_fn, which comes first, must be a function that returns a loss; got "
@@ -52,7 +52,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        # As far as they are there: JAX refuses the others.
+        # The positions that exist: JAX refuses the others.
         chosen = {i: args[i] for i in positions if -len(args) <= i < len(args)}
         if _has_module(chosen):
             (_, out), grads = _nnx_value_and_grad(scaled_fun, argnums, args, kwargs)
@@ -68,7 +68,7 @@ def scaled_value_and_grad(
 
 
 def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:
-    """A loss times the scale of a scaler: float32 or wider; without one, the loss as it is."""
+    """Returns a loss times the scale, float32 or wider; without a scaler, the loss unchanged."""
     is_number = isinstance(value, (float, int, complex)) or hasattr(value, "__array__")
     dtype = jnp.asarray(value).dtype if is_number else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -98,7 +98,7 @@ def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:
 def unscaled(grads: Any, state: LossScaleState) -> Any:
     """Divides the gradients of a scaled loss by its scale, in float32; leaves others as they are.
 
-    What is not finite becomes NaN: an elementwise clip would make an infinity a number like others.
+    Elements that are not finite become NaN: an elementwise clip would make an infinity finite.
     float64 and complex gradients keep their dtype.
     """
     if state is IDENTITY:
@@ -109,7 +109,7 @@ def unscaled(grads: Any, state: LossScaleState) -> Any:
             return grad
         wide = widened(path, grad)
         factor = factor_for(wide, inverse)
-        if factor is not inverse:  # parts of a sum: no test goes through them
+        if factor is not inverse:  # unreduced parts of a sum, which cannot be tested
             return wide * factor
         return jnp.where(jnp.isfinite(wide), wide * inverse, jnp.nan)
 
@@ -122,9 +122,10 @@ def unscaled(grads: Any, state: LossScaleState) -> Any:
 def _nnx_value_and_grad(
     fun: Callable[..., Any], argnums: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """`flax.nnx.value_and_grad` of a function with aux, which also counts from the end.
+    """Runs `flax.nnx.value_and_grad` of a function with aux; argnums may count from the end.
 
-    NNX takes only keyword arguments that stand for positional ones, so they travel as one of those.
+    NNX takes only keyword arguments that stand for positional ones, so all are passed as one of
+    those.
     """
 
     def positional(*args: Any) -> Any:

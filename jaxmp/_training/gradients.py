@@ -1,4 +1,4 @@
-"""Leaves of gradients: of which kind they are, their dtype, their path."""
+"""The leaves of gradients: their kind, their dtype, their path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OVERWRITE: Final = "_overwrite_with_gradient"
 
 
 def factor_for(grad: Any, factor: Any) -> Any:
-    """A factor as an explicit mesh wants it, for gradients that are yet to be reduced."""
+    """Reshards a factor as an explicit mesh needs it for a gradient that is yet to be reduced."""
     sharding = explicit_sharding(grad)
     if sharding is None or not (axes := sharding.spec.unreduced):
         return factor
@@ -28,14 +28,14 @@ def factor_for(grad: Any, factor: Any) -> Any:
 
 
 def widened(path: tuple[Any, ...], grad: Any) -> Any:
-    """A gradient of 16 bits in float32, and a weakly typed one strong; others as they are."""
+    """Casts a 16-bit gradient to float32 and strips a weak type; returns others unchanged."""
     if is_overwrite(path) or not is_inexact(grad):
         return grad
     return strong(jnp.asarray(widen_floating(grad)))
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is a floating or complex number, or an array of those."""
+    """Returns whether a leaf is a floating or complex number, or an array of those."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, (float, complex))
@@ -48,7 +48,7 @@ def strong(leaf: Any) -> Any:
 
 
 def is_overwrite(path: tuple[Any, ...]) -> bool:
-    """Tells whether a gradient's path is under Flax's `_overwrite_with_gradient`.
+    """Returns whether a gradient's path is under Flax's `_overwrite_with_gradient`.
 
     Example:
       >>> tree = {"_overwrite_with_gradient": {"scale": 1.0}, "w": 2.0}
@@ -59,5 +59,5 @@ def is_overwrite(path: tuple[Any, ...]) -> bool:
 
 
 def show(path: tuple[Any, ...]) -> str:
-    """A path in a pytree, for a message; of the tree itself "the root"."""
+    """Returns a path in a pytree as messages show it; "the root" for the tree itself."""
     return jax.tree_util.keystr(path) or "the root"

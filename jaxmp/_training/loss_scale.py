@@ -59,10 +59,11 @@ def dynamic_loss_scale(
     `backoff_factor`; after `growth_interval` finite steps in a row by `growth_factor`. This is the
     rule of PyTorch's `GradScaler`, with bounds.
 
-    Put what keeps something of a gradient *inside*: moments and averages, `optax.MultiSteps` (which
-    then counts only finite microbatches). Around a scaler, or before it in a chain, it would keep
-    an overflow for ever: whatever reads the state (`jaxmp.loss_scaling.loss_scale` and the like)
-    refuses that. What keeps nothing, such as clipping and weight decay, is right on both sides.
+    Put transformations that keep something of a gradient *inside*: moments, averages,
+    `optax.MultiSteps` (which then counts only finite microbatches). Around a scaler, or before it
+    in a chain, they would keep an overflow for ever: the functions that read the state
+    (`jaxmp.loss_scaling.loss_scale` and the like) refuse that. Transformations that keep nothing,
+    such as clipping and weight decay, may be on either side.
 
     `inner` sees parameters and gradients of 16 bits as float32, so its moments and the updates are
     float32; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are `None`,
@@ -88,10 +89,10 @@ def dynamic_loss_scale(
         counts go on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`.
       init_scale: The first scale. Powers of two lose nothing in multiplying; others warn.
       growth_interval: Finite steps in a row after which the scale grows.
-      growth_factor: What it then grows by, above 1.
-      backoff_factor: What it is multiplied by after an overflow, between 0 and 1.
-      min_scale: The scale never falls below it; `jaxmp.loss_scaling.check_not_stuck` tells when it
-        would.
+      growth_factor: The factor that it then grows by, above 1.
+      backoff_factor: The factor that it is multiplied by after an overflow, between 0 and 1.
+      min_scale: The scale never falls below it; `jaxmp.loss_scaling.check_not_stuck` raises if
+        even that overflows.
       max_scale: The scale never rises above it.
       hysteresis: The number of overflows that it takes to back off.
       refill: When the hysteresis counter is filled again: on "growth", or on any "clean" step.
@@ -145,7 +146,7 @@ def static_loss_scale(
 
     Args:
       inner: The optimizer, or None for a link of `optax.chain`.
-      scale: What the loss is multiplied by. Powers of two lose nothing; others warn.
+      scale: The factor that the loss is multiplied by. Powers of two lose nothing; others warn.
       axis_name: As in `dynamic_loss_scale`.
 
     Returns:
@@ -258,7 +259,7 @@ def _transformation(
 def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Array:
     with jax.named_scope(TESTED):
         finite = all_finite(grads)
-    # What JAX knows to differ between devices; without `check_vma` it knows of nothing.
+    # The axes that JAX knows the flag varies over; without `check_vma` it knows none.
     varying = varying_axes(jax.typeof(finite))
     if axis_name is None:
         axes = tuple(varying or jax.sharding.get_abstract_mesh().manual_axes)

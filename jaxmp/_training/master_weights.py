@@ -92,7 +92,7 @@ def master_weights(
       those of float32 training. `state.masters(params)` returns them;
     * with `stochastic_rounding` there is no copy: the updated value is rounded to one of its two
       neighbors at random, with the probabilities that make the expectation right. That costs no
-      memory, and some noise.
+      memory, but adds noise.
 
     Leaves that are not of 16 bits have no copy and are updated as `inner` says. Apply the updates,
     which are float32, with `optax.apply_updates`: it adds in float32 and casts to the parameter's
@@ -186,8 +186,8 @@ def master_weights(
         if remainder:
             stored = optax.apply_updates(params, updates)
             return updates, RemainderState(jax.tree.map(_remainder, stored, masters), inner_state)
-        # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
-        # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
+        # The sum that `optax.apply_updates` computes before it casts, so that it stores the cast of
+        # the masters even where the step was rounded. That is seldom so: float32 holds the
         # difference of a 16-bit number and one near it, or a sum of near opposites.
         full = optax.apply_updates(widen_floating(params), updates)
         return updates, MasterWeightsState(_masters(params, full), inner_state)
@@ -254,7 +254,7 @@ def _rounded_half(param: Any, master: jax.Array) -> jax.Array:
 
 
 def _remainder(stored: Any, master: jax.Array) -> Any:
-    """The master's remainder; 0 where no float32 update led to its half, but to one next to it."""
+    """Returns the master's remainder; 0 where float32 updates reach only a neighbor of its half."""
     if not _has_16_bits(stored):
         return optax.MaskedNode()
     half, remainder = split_float32(master)
@@ -273,7 +273,7 @@ def _rounded(param: Any, value: Any, key: jax.Array) -> Any:
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:
-    """The master as near as the parameter's dtype comes to it; infinities and NaNs as they are."""
+    """Clips the master to the parameter dtype's finite range; infinities and NaNs stay."""
     if not _has_16_bits(param):
         return master
     limit = jnp.asarray(jnp.finfo(param.dtype).max, jnp.float32)
@@ -281,6 +281,6 @@ def _within_range(param: Any, master: jax.Array) -> jax.Array:
 
 
 def _step(param: Any, target: jax.Array) -> jax.Array:
-    """The float32 update that takes `param` to `target`, or to within a rounding of float32."""
+    """Returns the float32 update that takes `param` to `target`, or within a rounding of it."""
     stored = param.astype(jnp.float32)
     return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is NaN

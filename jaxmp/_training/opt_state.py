@@ -1,4 +1,4 @@
-"""The loss scaler in an optimizer's state: finding it, where it can work."""
+"""The loss scaler in an optimizer's state: finding it, and checking that it can work there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxmp._training.scale_rule import IDENTITY, LossScaleState
 
 __all__ = ["find_scaler", "find_scalers", "the_scaler"]
 
-# Wrappers of optax that hide or keep an overflow from a scaler inside: by their states, what they
-# are called, and what goes wrong.
+# Wrappers of optax that hide an overflow from a scaler inside, or keep one: by their states, their
+# names and what goes wrong.
 _WRAPPERS: Final[dict[Any, tuple[str, str]]] = {
     optax.MultiStepsState: ("MultiSteps", "one overflow would stay in its sum forever"),
     optax.ApplyIfFiniteState: (
@@ -58,7 +58,7 @@ def _is_scaler(node: Any) -> bool:
 
 
 def the_scaler(function: str, opt_state: Any) -> LossScaleState:
-    """Returns the one scaler in what is known to be, or to hold, an optimizer's state.
+    """Returns the one scaler in a tree that is known to be, or to hold, an optimizer's state.
 
     It is `IDENTITY` if there is none.
 
@@ -81,7 +81,7 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState:
 
 
 def find_scaler(function: str, opt_state: Any) -> LossScaleState:
-    """`the_scaler` of what a caller says is an optimizer's state; without one, `check_is_state`."""
+    """Returns `the_scaler` of a caller's `opt_state`; if there is none, calls `check_is_state`."""
     state = the_scaler(function, opt_state)
     if state is IDENTITY:
         check_is_state(function, opt_state)
@@ -89,10 +89,10 @@ def find_scaler(function: str, opt_state: Any) -> LossScaleState:
 
 
 def _check_around(function: str, tree: Any, path: tuple[Any, ...]) -> None:
-    """Checks what is around a scaler, from the root inwards.
+    """Checks the wrappers and chains around a scaler, from the root inwards.
 
-    In a chain, what keeps nothing hands a NaN on to it, and `value_and_grad` makes one of every
-    infinity. A chain of `optax.named_chain` is an `OrderedDict`, whose order JAX keeps.
+    In a chain, links without a state pass a NaN on to it, and `value_and_grad` turns every infinity
+    into one. A chain of `optax.named_chain` is an `OrderedDict`, whose order JAX keeps.
     """
     node = tree
     for depth, key in enumerate(path):
@@ -124,9 +124,9 @@ def _children(node: Any) -> dict[Any, Any]:
 
 
 def _is_link(state: Any) -> bool:
-    """Whether a value is the state of an optax transformation: a NamedTuple, or a chain of those.
+    """Returns whether a value is an optax transformation's state: a NamedTuple, or a chain of them.
 
-    Parameters, step counters and what else may be next to a state are not.
+    Parameters, step counters and other values next to a state are not.
     """
     if type(state) is tuple:
         return bool(state) and all(map(_is_link, state))

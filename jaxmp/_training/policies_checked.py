@@ -1,4 +1,4 @@
-"""Whether a loss that is traced under float16 has a loss scale."""
+"""A warning about losses that are traced under float16 without a loss scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def float16_in(policies: Iterable[Policy]) -> Policy | None:
-    """The first of some policies that has float16 in it, whose gradients need a loss scale."""
+    """Returns the first policy that has float16 in it, whose gradients need a loss scale."""
     for policy in policies:
         if jnp.float16 in (policy.param_dtype, policy.compute_dtype, policy.output_dtype):
             return policy
@@ -24,18 +24,18 @@ def float16_in(policies: Iterable[Policy]) -> Policy | None:
 
 
 def policies_checked(fn: F, name: str, *, has_scaler: bool) -> F:
-    """`fn`, which warns if something is traced under float16 in it, and there is no scaler.
+    """Wraps `fn` to warn if something in it is traced under float16, and there is no scaler.
 
     A scaler without float16 is used on purpose: it skips the steps that are not finite.
 
     Args:
       fn: a function that differentiates a loss.
-      name: the function that speaks in the message.
+      name: the function that the message names.
       has_scaler: whether the optimizer's state has a loss scale.
 
     Warns:
-      UserWarning: if a policy has float16 in it, and there is no scaler. Policies of what `jax.jit`
-        has traced before are not known.
+      UserWarning: if a policy has float16 in it, and there is no scaler. The policies of functions
+        that `jax.jit` has traced before are not known.
     """
 
     @functools.wraps(fn)

@@ -1,7 +1,7 @@
-"""Whether devices that are to hold the same values do, as far as this process sees them.
+"""The copies of arrays on this process's devices, which are to be equal.
 
-Under `jax.shard_map` without `check_vma`, JAX takes the program's word that a result is the same
-on all devices, and keeps the copy of each.
+Under `jax.shard_map` without `check_vma`, JAX trusts the program that a result is the same on all
+devices, and keeps the copy of each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Copies(NamedTuple):
     """A part of an array, or all of it, that several devices hold.
 
     Attributes:
-      path: Of the array in its pytree.
-      of: What each device holds.
+      path: The path of the array in its pytree.
+      of: The copy on each device, by the device's name.
     """
 
     path: str
@@ -29,11 +29,11 @@ class Copies(NamedTuple):
 
     @property
     def differ(self) -> bool:
-        """Whether the copies do, in any bit."""
+        """Whether the copies differ, in any bit."""
         return len({copy.tobytes() for copy in self.of.values()}) > 1
 
     def values(self) -> str:
-        """Single numbers, and where they are: ``8 on TFRT_CPU_0 and 6 more, 4 on TFRT_CPU_3``."""
+        """Describes scalars and their devices: ``8 on TFRT_CPU_0 and 6 more, 4 on TFRT_CPU_3``."""
         places: dict[str, list[str]] = {}
         for device, copy in self.of.items():
             places.setdefault(f"{np.ravel(copy)[0]:g}", []).append(device)
@@ -43,7 +43,7 @@ class Copies(NamedTuple):
         )
 
     def elements(self) -> str:
-        """How many elements differ from the first device's: ``3 of 64 elements on TFRT_CPU_5``."""
+        """Counts elements that differ from the first copy: ``3 of 64 elements on TFRT_CPU_5``."""
         [first, *others] = self.of.values()
         bits = [np.ravel(copy).view(np.uint8).reshape(copy.size, -1) for copy in others]
         mine = np.ravel(first).view(np.uint8).reshape(first.size, -1)
@@ -53,7 +53,7 @@ class Copies(NamedTuple):
 
 
 def copies_in(tree: Any) -> Iterator[Copies]:
-    """What several devices of this process hold of a pytree's arrays, one part after the other."""
+    """Yields the copies of each part of a pytree's arrays that several local devices hold."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, jax.Array):
             continue

@@ -1,4 +1,4 @@
-"""How a loss scale moves: its state, and the rule with its bounds."""
+"""The state of a loss scale, and the rule by which it moves, with its bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST_SCALE: Final = 2.0**126
 
 _SCALES: Final = ("init_scale", "min_scale", "max_scale")
 
-# What to do with options that are arrays.
+# The remedy for options that are arrays.
 _INJECTED: Final = (
     " Hyperparameters are injected inside the scaler: "
     "dynamic_loss_scale(optax.inject_hyperparams(optax.adam)(learning_rate=...))."
@@ -33,14 +33,14 @@ _INJECTED: Final = (
 
 
 class LossScaleState(NamedTuple):
-    """The state of a loss-scaling transformation, strongly typed arrays all of them.
+    """The state of a loss-scaling transformation; its arrays are strongly typed.
 
     Attributes:
-      loss_scale: float32[], what the next loss is to be multiplied by.
+      loss_scale: float32[], the factor that the next loss is to be multiplied by.
       growth_count: int32[], finite steps since the scale last changed or a step was skipped.
       skipped_count: int32[], steps skipped so far.
       consecutive_skipped_count: int32[], steps skipped since the last one that was applied.
-      hysteresis_count: int32[], how many more overflows it takes until the scale backs off.
+      hysteresis_count: int32[], the number of further overflows until the scale backs off.
       finite: bool[], whether the last step was applied.
       inner_state: The state of the transformation inside.
 
@@ -68,7 +68,7 @@ IDENTITY: Final = LossScaleState(*_NUMBERS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleRule:
-    """How a scale moves: the numbers of `jaxmp.dynamic_loss_scale`, checked for `function`.
+    """The numbers by which a scale moves, as in `jaxmp.dynamic_loss_scale`; errors name `function`.
 
     `growth_interval` is None for a scale that never moves.
     """
@@ -112,7 +112,7 @@ class ScaleRule:
             )
 
     def _argument(self, field: str) -> str:
-        """What the caller calls a field: a static scale is its own minimum and maximum."""
+        """Returns the caller's name of a field: a static scale is its own minimum and maximum."""
         return "scale" if self.growth_interval is None and field in _SCALES else field
 
     def _check_range(self, field: str, low: float, high: float, why: str) -> None:
@@ -128,7 +128,7 @@ class ScaleRule:
 
 
 def start_state(rule: ScaleRule, inner_state: optax.OptState) -> LossScaleState:
-    """The state before the first step; one array each: donated buffers must not be shared."""
+    """Returns the state before the first step; no arrays are shared, so that it can be donated."""
     start: LossScaleState = jax.tree.map(jnp.array, IDENTITY)
     return start._replace(
         loss_scale=jnp.array(np.float32(rule.init_scale)),

@@ -1,4 +1,4 @@
-"""What a training step calls: the scale in an optimizer's state, and gradients of a scaled loss."""
+"""Functions for training steps: the scale in an optimizer's state, gradients of a scaled loss."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def step_was_finite(opt_state: Any) -> jax.Array:
 
     Use it to skip other updates together with the step, such as BatchNorm averages:
     `jaxmp.tree.select(step_was_finite(opt_state), new, old)`. Without a scaler nothing is skipped,
-    and what is not finite goes into the parameters, in bfloat16 and float32 too:
-    `static_loss_scale(inner, 1.0)` skips such steps, and `monitor` sees them.
+    and infinities and NaNs go into the parameters, in bfloat16 and float32 too:
+    `static_loss_scale(inner, 1.0)` skips such steps, and `monitor` detects them.
 
     Args:
       opt_state: As for `loss_scale`.
@@ -82,7 +82,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
 
 
 def skipped_count(opt_state: Any) -> jax.Array:
-    """Returns how many steps were skipped so far: int32[], 0 without a scaler.
+    """Returns the number of steps that were skipped so far: int32[], 0 without a scaler.
 
     Args:
       opt_state: As for `loss_scale`.
@@ -111,7 +111,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
 
     Under `jax.shard_map`, devices that each decide by gradients of their own which steps to skip
     (`axis_name=()`, or one of several mapped axes) drift apart, in their parameters too. This
-    compares what the devices of this process hold of the scaler's state;
+    compares the scaler's state on the devices of this process;
     `jaxmp.testing.assert_in_step` compares parameters, and
     `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scaling.loss_scale(opt_state))`
     processes.
@@ -119,7 +119,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     Args:
       opt_state: As for `loss_scale`; of several stacked states, the worst counts.
       limit: The least number of consecutive skipped steps to raise for. The default is about twice
-        what it takes to fall from the largest default scale to the smallest.
+        as many as it takes to fall from the largest default scale to the smallest.
 
     Raises:
       FloatingPointError: If the last `limit` steps or more were all skipped.
@@ -195,7 +195,7 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
 def unscale(grads: Any, opt_state: Any) -> Any:
     """Divides the gradients of a loss that `scale_loss` scaled by its scale.
 
-    What overflowed becomes NaN, which an elementwise clip does not make a number like others.
+    Elements that overflowed become NaN, which an elementwise clip keeps, unlike an infinity.
 
     Args:
       grads: A pytree of gradients, floating or complex. Other leaves, such as float0 and None, and
@@ -233,8 +233,8 @@ def value_and_grad(
 
     Where an argument to differentiate is a Flax NNX module, it is `flax.nnx.value_and_grad`:
     BatchNorm's averages and Dropout's keys move in the module, and the gradients are those of its
-    `nnx.Param`s (or of what an `nnx.DiffState` in `argnums` says), as `nnx.Optimizer.update` takes
-    them.
+    `nnx.Param`s (or of the Variables that an `nnx.DiffState` in `argnums` selects), as
+    `nnx.Optimizer.update` takes them.
 
     Args:
       fun: Returns a loss, floating[], or with `has_aux` a pair of it and anything.

@@ -55,7 +55,7 @@ class StoredState(NamedTuple):
     inner_state: Any
 
     def to_float32(self) -> Any:
-        """Returns the state of the transformation inside, what was stored in float32.
+        """Returns the state of the transformation inside, with its stored arrays in float32.
 
         Example:
           >>> params = jnp.ones((64, 64))
@@ -69,14 +69,14 @@ class StoredState(NamedTuple):
         return jax.tree.unflatten(treedef, full)
 
     def from_float32(self, inner_state: Any) -> StoredState:
-        """Returns this state with that of the transformation inside replaced: restored, say.
+        """Returns this state with the inner transformation's state replaced: restored, say.
 
         Args:
-          inner_state: Of the structure and the shapes of `to_float32()`; what is stored in this
-            state is rounded as it is here.
+          inner_state: A state of the structure and the shapes of `to_float32()`; the arrays that
+            this state stores are rounded likewise.
 
         Raises:
-          ValueError: If the structure or a shape is another.
+          ValueError: If the structure or a shape differs.
 
         Example:
           >>> params = jnp.ones((64, 64))
@@ -118,7 +118,7 @@ def store_state(
     `master_weights`, inside or around `dynamic_loss_scale`: a step that it skips leaves no trace.
 
     Arrays of 4096 floats or more are stored; smaller ones, counters and keys stay as they are.
-    Every number is rounded up or down at random, so that what is stored is right on average and
+    Every number is rounded up or down at random, so that stored numbers are right on average and
     small changes of an average add up. In 8 bits, blocks along the longest axis but the last (of a
     vector, along it) share a float32 scale; arrays where it is shorter than 16 stay as they are.
     With the sign of a number,
@@ -129,10 +129,10 @@ def store_state(
 
     No number but 0 becomes 0, as Adam divides by it. A NaN or an infinity makes its block NaN.
 
-    What keeps parameters or sums of gradients, instead of moments, belongs around it and not
-    inside: `optax.MultiSteps(store_state(tx, dtype), n)`, `optax.contrib.schedule_free` and the
-    like lose more than moments do. `inner` sees parameters and gradients of 16 bits as float32, and
-    the updates are float32.
+    Transformations that keep parameters or sums of gradients, instead of moments, belong around it
+    and not inside: `optax.MultiSteps(store_state(tx, dtype), n)`, `optax.contrib.schedule_free` and
+    the like lose more than moments do. `inner` sees parameters and gradients of 16 bits as float32,
+    and the updates are float32.
 
     Arrays keep their shapes and the state of `inner` its structure, so that it is sharded as the
     parameters are. Where the axis of the blocks is sharded over devices, give their number as
@@ -141,8 +141,8 @@ def store_state(
     Args:
       inner: The optimizer.
       dtype: bfloat16, int8 or float8_e4m3fn, or the name of one.
-      block_size: How many numbers share a scale, in 8 bits, at most.
-      shards: Into how many parts the axis of the blocks is cut.
+      block_size: The largest number of elements that share a scale, in 8 bits.
+      shards: The number of parts that the axis of the blocks is sharded into.
       key: PRNG key, or the seed of one, for the rounding.
 
     Returns:
@@ -152,9 +152,9 @@ def store_state(
     Raises:
       TypeError: If `inner` is not an optax transformation, or from `update`, if the state is not a
         `StoredState`.
-      ValueError: If the dtype is another, or `block_size` or `shards` below 1; from `init`, if
-        `master_weights` is inside; from `update`, if the state was stored in another dtype, is not
-        stored at all, or is corrupted.
+      ValueError: If the dtype is none of these, or `block_size` or `shards` below 1; from `init`,
+        if `master_weights` is inside; from `update`, if the state was stored in another dtype, is
+        not stored at all, or is corrupted.
 
     Example:
       >>> params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
@@ -221,7 +221,7 @@ def _parse(dtype: DTypeLike) -> Any:
 
 
 def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
-    """Whether an array of a state, of one of some dtypes, is one that is stored in `dtype`."""
+    """Returns whether an array has one of some dtypes, and is large enough to store in `dtype`."""
     if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype.name not in dtypes:
         return False
     if x.size < _SMALLEST:
@@ -230,7 +230,7 @@ def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
 
 
 def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:
-    """Of each leaf what it stands for; None for those that are not stored."""
+    """Returns each leaf with its scale, as a `StoredArray`; None for those that are not stored."""
     rest = iter(scales)
     return [
         StoredArray(x, None if x.dtype == jnp.bfloat16 else next(rest))
@@ -241,7 +241,7 @@ def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[Store
 
 
 def _encoded(old: StoredState, new: Any, key: jax.Array) -> StoredState:
-    """A state of `new`, stored as `old` is; what did not change keeps its bits."""
+    """Returns the state `new`, stored as `old` is; numbers that did not change keep their bits."""
     leaves, treedef = jax.tree.flatten(new)
     keys = jax.tree.leaves(keys_of(leaves, key))
     stored = _with_scales(jax.tree.leaves(old.inner_state), old.scales)

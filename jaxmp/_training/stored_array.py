@@ -23,8 +23,8 @@ __all__ = [
     "is_scale_of",
 ]
 
-# 8 bits hold magnitudes as fractions of the largest in a block: the fourth power of so many steps,
-# or float8, whose steps are relative already.
+# 8 bits hold magnitudes as fractions of the largest in a block: the fourth power of one of so many
+# steps, or float8, whose steps are relative already.
 _LEVELS: Final = 127.0
 _FLOAT8: Final = ALL_FORMATS["e4m3"]
 _INFINITY: Final = np.uint32(0x7F800000)
@@ -33,7 +33,7 @@ SHORTEST: Final = 16
 
 
 class StoredArray(NamedTuple):
-    """What is kept of a float32 array.
+    """A float32 array, stored in 16 or 8 bits.
 
     Attributes:
       values: bfloat16, int8 or float8_e4m3fn, of the shape of the array.
@@ -46,7 +46,7 @@ class StoredArray(NamedTuple):
 
 
 def block_axis(shape: tuple[int, ...]) -> int:
-    """The axis that blocks divide, counted from the end: the longest one, but for the last.
+    """Returns the axis that blocks divide, counted from the end: the longest but the last.
 
     TPUs hold an array in tiles of 8 x 128 numbers of the last two axes. The last one cannot be
     divided without moving them, which took 12 times the cycles.
@@ -55,7 +55,7 @@ def block_axis(shape: tuple[int, ...]) -> int:
 
 
 def is_scale_of(scale: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array may be the scales of what is stored of one of a shape."""
+    """Returns whether an array may be the scales of a stored array of a shape."""
     if scale.dtype != np.float32 or scale.ndim != len(shape):
         return False
     whole = list(shape)
@@ -64,7 +64,7 @@ def is_scale_of(scale: Any, shape: tuple[int, ...]) -> bool:
 
 
 def block_count(size: int, block_size: int, shards: int = 1) -> int:
-    """How many blocks an axis has; they are of one size, but for a shorter one at the end.
+    """Returns the number of blocks of an axis; they are of one size, but for a shorter last one.
 
     If the axis is cut into equal shards, no block is in two of them, unless blocks would be short.
 
@@ -83,13 +83,13 @@ def block_count(size: int, block_size: int, shards: int = 1) -> int:
 
 
 def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray:
-    """Rounds float32 at random to what is stored; the expectation of it is the number itself.
+    """Rounds float32 numbers at random to stored ones, whose expectation is the number itself.
 
-    But for one case: what is not 0 does not become 0. Adam divides by the root of a second moment,
-    and one that vanished would make a step of any size.
+    But for one case: a number that is not 0 does not become 0. Adam divides by the root of a second
+    moment, and one that vanished would make a step of any size.
 
     XLA computes an update twice, for the scales and for the numbers, instead of storing it in
-    float32 between. That is so as long as one reduction reads it.
+    float32 in between, as long as only one reduction reads it.
     """
     if dtype == jnp.bfloat16:
         bits = _random_bits(key, x.shape)
@@ -99,7 +99,7 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
 
 
 def decode(stored: StoredArray) -> jax.Array:
-    """The float32 array that was stored, to within its rounding."""
+    """Returns the float32 array that was stored, to within its rounding."""
     values, scale = stored
     level = jnp.asarray(values, jnp.float32)
     if scale is None:
@@ -117,7 +117,7 @@ def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
     in two ways.
     """
     x = jnp.asarray(x, jnp.float32)
-    if old.scale is None:  # bfloat16 rounds to itself what it holds
+    if old.scale is None:  # bfloat16 rounds its own values to themselves
         return encode(x, old.values.dtype, 1, key)
     dtype = old.values.dtype
     level, scale = _levels(x, dtype, old.scale.shape[block_axis(x.shape)], key)
@@ -128,20 +128,20 @@ def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
 
 
 def _near(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Where two numbers are equal but for a few float32 roundings."""
+    """Returns where two arrays are equal but for a few float32 roundings."""
     return jnp.abs(x - y) <= 4 * np.finfo(np.float32).eps * jnp.abs(y)
 
 
 def _levels(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is stored in 8 bits, still in float32, and the scales."""
-    # As integers magnitudes have the same order, and what is not finite is the largest.
+    """Returns the values to store in 8 bits, still in float32, and the scales."""
+    # As integers, the bits of magnitudes have the same order; infinities and NaNs are the largest.
     magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
     largest = jnp.max(_split(magnitude, blocks), axis=block_axis(x.shape))
     amax = lax.bitcast_convert_type(largest, jnp.float32)
     amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
     scale = jnp.where(largest < _INFINITY, amax, np.float32(np.nan))
     amax = _each(scale, x.shape)
-    # XLA multiplies by the inverse, which would be subnormal, and 0, from 8.5e37 on.
+    # XLA multiplies by the inverse, which would be subnormal, flushed to 0, from 8.5e37 on.
     within = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(2.0**32))
     fraction = jnp.abs(x) * within / jnp.where(amax > 0, amax * within, 1.0)
     if dtype == jnp.int8:
@@ -164,9 +164,9 @@ def _levels(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> tuple[jax.
 
 
 def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint32[shape], a hash of each element's index and the key.
+    """Returns uint32[shape], a hash of each element's index and the key.
 
-    `jax.random.bits` is not fused with what it is for, and takes memory: on CPU 20 bytes a number.
+    `jax.random.bits` is not fused into its reader, and takes memory: on CPU 20 bytes a number.
     The mixing steps are "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
     """
     seeds = jax.random.bits(key, (2,), jnp.uint32)
@@ -187,7 +187,7 @@ def _fraction(root: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _split(x: jax.Array, blocks: int) -> jax.Array:
-    """The axis of blocks as two: which block, and where in it; the last is filled up with 0."""
+    """Splits the axis of blocks into two: block, and position in it; pads the last block with 0."""
     axis = x.ndim + block_axis(x.shape)
     size = -(-x.shape[axis] // blocks)
     if missing := blocks * size - x.shape[axis]:
@@ -196,7 +196,7 @@ def _split(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _each(facts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """What is known of blocks, for each number of them."""
+    """Broadcasts a value per block to every element of the block."""
     axis = len(shape) + block_axis(shape)
     blocks, size = facts.shape[axis], -(-shape[axis] // facts.shape[axis])
     around, inside = facts.shape[:axis], facts.shape[axis + 1 :]

@@ -55,7 +55,7 @@ class TrainState(train_state.TrainState):
         state = state.replace(step=old.step, opt_state=opt_state)
 
     Attributes:
-      step: int32[], how many updates were made.
+      step: int32[], the number of updates made.
       apply_fn: Usually the model's `apply`.
       params: The parameters.
       tx: The optimizer.
@@ -189,12 +189,12 @@ class TrainState(train_state.TrainState):
 
     @property
     def skipped_count(self) -> jax.Array:
-        """How many steps were skipped so far: int32[], 0 without a scaler."""
+        """The number of steps skipped so far: int32[], 0 without a scaler."""
         return jnp.asarray(the_scaler("TrainState.skipped_count", self.opt_state).skipped_count)
 
 
 def _check_container(what: str, tree: Any) -> None:
-    """Flax's train state looks a key up in parameters and gradients, so they must have some."""
+    """Raises unless a tree is a container of keys: Flax's train state looks one up in it."""
     is_array = isinstance(tree, (jax.Array, np.ndarray))
     if is_array or not hasattr(type(tree), "__contains__"):
         raise TypeError(
@@ -204,7 +204,7 @@ def _check_container(what: str, tree: Any) -> None:
 
 
 def _check_is_no_variables(params: Any) -> None:
-    """Averages would be moved by the optimizer, and decay like weights, without a word."""
+    """Raises for BatchNorm's averages, which the optimizer would silently move and decay."""
     if isinstance(params, Mapping) and {"params", "batch_stats"} <= params.keys():
         raise ValueError(
             "TrainState.create: params is all that init returned: its 'batch_stats' are averages, "
@@ -214,7 +214,7 @@ def _check_is_no_variables(params: Any) -> None:
 
 
 def _warn_without_masters(params: Any, opt_state: Any) -> None:
-    """Where every parameter is stored in 16 bits, nothing keeps what a small update is lost to."""
+    """Warns if all parameters have 16 bits and no masters, so that small updates are lost."""
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}
     kinds = (MasterWeightsState, RemainderState, StochasticRoundingState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
@@ -231,7 +231,7 @@ def _warn_without_masters(params: Any, opt_state: Any) -> None:
 
 
 def _cast_params(params: Any, policy: Policy) -> Any:
-    # What float8 layers overwrite are scales and histories, not weights.
+    # The values that float8 layers overwrite are scales and histories, not weights.
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if is_overwrite(path) else policy.cast_to_param(leaf), params
     )
