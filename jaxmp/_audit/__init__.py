@@ -1,1 +1,1 @@
-"""What a program computes in which dtype, what that costs, and which line to blame."""
+"""Audits of a program: the dtypes of its operations, their costs, and the lines to blame."""

@@ -1,4 +1,4 @@
-"""Whom to blame for a contraction in float32: the line, what happened there, and the remedy."""
+"""The attribution of products in float32: the line to blame, the reason, and the fix."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ OPAQUE = "narrow what it is given: jaxmp.reduced_precision around the function i
 
 
 class Blame(NamedTuple):
-    """Who made a contraction float32.
+    """The reason that a product is float32, and the line to blame.
 
     Attributes:
-      kind: of the finding.
+      kind: the kind of finding.
       source: the line to blame.
       path: the module path there.
-      what: what is the case.
+      what: the reason, in words.
       fix: what to do; "intended" if that is nothing.
       kept: why autocast keeps it float32 of its own accord; empty if it does not.
     """
@@ -42,13 +42,13 @@ class Blame(NamedTuple):
 
 
 class Judge:
-    """Judges the float32 contractions of a program, in order.
+    """The judge of a program's float32 products, which sees them in order.
 
-    A derivative is float32 for the reason for which its function is, so what was said of the only
-    contraction of a line and module in the forward pass is said of those of its backward pass.
+    A derivative is float32 for the same reason as its function, so a product of the backward pass
+    gets the blame of the forward products of the same line and module, if they have only one.
 
     Args:
-      low: the 16-bit dtype to advise.
+      low: the 16-bit dtype to recommend.
     """
 
     def __init__(self, low: str) -> None:
@@ -61,7 +61,7 @@ class Judge:
         self._forward: dict[tuple[str, str], set[Blame | None]] = defaultdict(set)
 
     def contraction(self, seen: Observed) -> Blame | None:
-        """The blame for a float32 contraction; None if there is nothing to say of it."""
+        """Returns the blame for a float32 product; None if there is nothing to report."""
         at = seen.place.source, seen.place.path
         if seen.place.backward:
             said = self._forward.get(at, set())
@@ -71,7 +71,7 @@ class Judge:
         return blame
 
     def promotion(self, met: str) -> str:
-        """The remedy for 16-bit values that were promoted because of what they met."""
+        """Returns the fix for 16-bit values that JAX promoted for an operand called `met`."""
         if met.startswith("the argument"):
             return self.parameter
         return self.constant if met.startswith(ARRAY) else DEMOTE
@@ -94,7 +94,7 @@ class Judge:
         if place.within and not upcasts:
             what = f"inside {place.within}, which autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
-        if kept == Kind.AS_WRITTEN:  # a derivative of it, outside
+        if kept == Kind.AS_WRITTEN:  # a derivative of such an equation
             what = "it belongs to what autocast leaves as written, a linear solver for example"
             return intended(what)
         if place.kept and is_unknown(place.kept) and not upcasts:
@@ -108,11 +108,11 @@ class Judge:
             what = f"autocast keeps it float32: {place.kept}"
             return intended(what, kept=str(place.kept))
         if geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]]):
-            return None  # no speed is in it, and autocast would not narrow it either
+            return None  # nothing to gain, and autocast would not narrow it either
         return self._operands(seen)
 
     def _operands(self, seen: Observed) -> Blame:
-        """Why the operands are float32, where nothing says that they should be."""
+        """Returns the blame for float32 operands that neither a policy nor the author asks for."""
         here = seen.place.source, seen.place.path
         operands = list(zip(seen.eqn.invars[:2], seen.known, strict=False))
         plain = [k.name for v, k in operands if dtype_of(v) == FLOAT32 and k.why is None]

@@ -1,4 +1,4 @@
-"""`audit`: what ran in which dtype, what that costs, and which line is to blame."""
+"""`audit`: the dtypes of a program's operations, their costs, and the lines to blame."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def audit(
     *,
     target: str | None = None,
 ) -> Callable[..., PrecisionReport]:
-    """Reports what a function computes in which dtype, what it costs, and why. Nothing runs.
+    """Reports the dtype of each operation of a function, its cost, and the reason. Nothing runs.
 
     The function is traced: a forward pass, a loss, or a whole training step; jitted or not; with
     or without autocast in it. Counts are per call: operations in a `lax.scan` are counted as often
@@ -56,7 +56,7 @@ def audit(
 
     Args:
       fn: a function of any pytrees.
-      policy: if given, what `jaxmp.autocast(fn, policy, argnums)` does is reported.
+      policy: if given, the report is of `jaxmp.autocast(fn, policy, argnums)`.
       argnums: which arguments hold the parameters, as for `autocast`.
       target: the chip to judge dtypes and sizes for, as in `jaxmp.preflight`; by default the device
         that JAX runs on here.
@@ -64,25 +64,25 @@ def audit(
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns a
       `PrecisionReport`: `print` it, or read its `findings`. The kinds of faults are "overruled" (a
-      policy that decides nothing, for what is wrapped stays under its own),
-      "inconsistent-recompute" (a product whose result the forward pass has in another dtype),
+      policy without effect, since wrapped modules stay under their own),
+      "inconsistent-recompute" (a product that the backward pass recomputes in another dtype),
       "float32-product", "float64-product", "emulated" (by the chip), "promotion" (of 16-bit
       values), "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that
       anything else reads are usual, and what autocast rounds is not judged), "sensitive-low"
-      (operations), "round-trip" (casts undone), "misaligned" (sizes), "large-logits" (of a loss,
-      more than a quarter of all that is saved), "residual" (kept in float32),
+      (an operation in 16 bits), "round-trip" (casts undone), "misaligned" (sizes), "large-logits"
+      (more than a quarter of all residual bytes), "residual" (saved in float32, then narrowed),
       "not-quantized" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
       that no kernel computes, though the policy asks for it), "not-scaled" (the optimizer has a
       loss scale that the loss is not multiplied by), "not-unscaled" (its gradients are not divided
       by it), "scaled-twice" (one of the two is done once too often), "no-scale" (a training
-      step, told by the state of an optax transformation, with a backward pass in float16 and no
+      step, as the state of an optax transformation shows, with a float16 backward pass and no
       scaler) and "unneeded-scale" (a scaler, and no float16 in the backward pass).
-      "intended-float32" is none: a product that the author, a policy or autocast keeps in
-      float32, for the reason given. Very small products are geometry, and no fault either.
+      "intended-float32" is not a fault: a product that the author, a policy or autocast keeps in
+      float32, for the reason given. Nor are very small products, which are geometry.
 
     Raises:
-      ValueError: if the policy or the target is unknown; at a call, if an argument has a size that
-        `jax.export` left open.
+      ValueError: if the policy or the target is unknown; at a call, if an argument has a symbolic
+        size, as in `jax.export`.
       TypeError: if `fn` is not callable, or is a Flax Linen module.
 
     Example:
@@ -108,7 +108,7 @@ def audit(
             return _report(trace(program, args, kwargs).jaxpr, chip, overruled, args, kwargs)
         plans: list[Plan] = []
         jaxpr = trace(watched(program, asked, argnums, plans.append), args, kwargs).jaxpr
-        if not plans:  # the policy changes nothing, but may be another one than is in force
+        if not plans:  # the policy changes nothing, but may differ from the one in force
             plans.append(planned(program, asked, argnums, args, kwargs)[0])
         overruled = warn_overruled("audit", plans[-1])
         return _report(jaxpr, chip, overruled, args, kwargs)
@@ -119,9 +119,9 @@ def audit(
 def _report(
     jaxpr: Any, chip: Target | None, overruled: str, args: Any, kwargs: Any
 ) -> PrecisionReport:
-    """What a traced program computes, for a chip or for the device here."""
+    """Reports on a traced program, for a chip or for the device of this machine."""
     if chip is None:
-        # Compute capabilities tell of GPUs, too, that the tables do not have.
+        # By compute capabilities, which GPUs have that are not in the tables.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
         padded = _has_matrix_units(jax.local_devices()[0])
         auditor = _Auditor(jaxpr, _here(), emulated, padded=padded)
@@ -153,7 +153,7 @@ def _report(
 
 
 def _here() -> Target:
-    """The device that JAX runs on, as far as the tables have it."""
+    """Returns the device that JAX runs on as a target, as far as the tables have it."""
     device = describe()
     return Target(
         name=device.chip or f"this {device.platform}",
@@ -168,14 +168,14 @@ def _here() -> Target:
 
 
 def _has_matrix_units(device: Any) -> bool:
-    """Whether a device multiplies tiles: TPUs, NVIDIA's GPUs since Volta, others' GPUs."""
+    """Returns whether a device multiplies tiles: TPUs, NVIDIA's GPUs since Volta, others' GPUs."""
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     volta = not major.isdecimal() or int(major) >= 7
     return device.platform != "cpu" and volta
 
 
 def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
-    """Bytes by dtype of every argument, or field of an argument that has fields."""
+    """Returns the bytes by dtype of every argument, or of every field of one that has fields."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if is_array(leaf) and isinstance(leaf.dtype, np.dtype):
@@ -186,7 +186,7 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 
 
 class _Auditor:
-    """Collects operations, and what may be wrong with them, while the program is walked."""
+    """The collector of a program's operations and findings, while the program is walked."""
 
     def __init__(self, program: Any, chip: Target, emulated: set[str], *, padded: bool) -> None:
         self.chip, self.emulated, self.padded = chip, emulated, padded
@@ -195,12 +195,12 @@ class _Auditor:
         self.judge = Judge(self.low)
         self.scaling, self.rounding, self.logits = Scaling(), Rounding(program), Logits()
         self.operations: list[Operation] = []
-        # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
+        # (kind, source, path, what, fix) → cost: bytes for the kinds in `OF_BYTES`, else FLOPs.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
         self._sites: dict[Any, dict[str, None]] = defaultdict(dict)  # of the operations, in order
 
     def visit(self, seen: Observed) -> None:
-        """Records an equation."""
+        """Records an equation as an operation, and notes its findings."""
         eqn, place = seen.eqn, seen.place
         contracts = eqn.primitive.name in CONTRACTIONS
         full = contracts and FLOAT32 in map(dtype_of, eqn.invars[:2])
@@ -257,14 +257,14 @@ class _Auditor:
         fix: str = "",
         cost: float | None = None,
     ) -> None:
-        """Notes a finding on an operation, whose line and path are to blame if no others are."""
+        """Notes a finding on an operation; blames `where`, by default its own line and path."""
         key = kind, *(where or (at.source, at.path)), what, fix or FIXES[kind]
         of_operation = at.bytes if kind in OF_BYTES else at.flops
         self._costs[key] += int(of_operation if cost is None else cost)
         self._sites[key][at.source] = None
 
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
-        """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
+        """Notes dtypes that the chip emulates, sizes that it pads, and a recipe's refusal."""
         if "float64" in operation.dtype.split("*"):
             what = "a policy for float32 leaves float64 as it is"
             self.note("float64-product", what, operation)
@@ -290,7 +290,7 @@ class _Auditor:
             self.note("misaligned", what, operation, fix=fix)
 
     def _multiple(self, dtypes: set[Any]) -> int:
-        """What the sizes of a narrow matrix product should be multiples of.
+        """Returns the number that the sizes of a narrow matmul should be multiples of.
 
         The rows and columns of a TPU's matrix units, 128 before v6e (Google: "TPU architecture");
         16 bytes on tensor cores (NVIDIA: "Matrix multiplication background user's guide").
@@ -330,7 +330,7 @@ class _Auditor:
         self._costs["residual", source, path, what, FIXES["residual"]] += int(size)
 
     def findings(self) -> Iterable[Finding]:
-        """The findings, the costliest kind and place first."""
+        """Returns the findings: the gravest kind first, of each kind the costliest."""
         total_flops = sum(op.flops for op in self.operations) or 1
         total_bytes = sum(op.bytes for op in self.operations) or 1
         found = []
@@ -344,7 +344,7 @@ class _Auditor:
 def _residuals(
     jaxpr: Any, around: AuditPlace, bytes_by_dtype: Counter[str], auditor: _Auditor
 ) -> None:
-    """Adds up what forward equations of a jaxpr make and backward equations of it read."""
+    """Adds up the residuals of a jaxpr: its forward equations' results that backward ones read."""
     made: dict[Any, AuditPlace] = {}
     used: dict[Any, list[jex_core.JaxprEqn]] = defaultdict(list)
     for eqn in jaxpr.eqns:

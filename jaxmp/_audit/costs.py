@@ -1,4 +1,4 @@
-"""What an equation of a jaxpr costs: floating-point operations of contractions, bytes of values."""
+"""The costs of an equation of a jaxpr: the bytes of its values, and the sizes of a matmul."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_sizes(name: str, *args: Any) -> None:
     """Checks that every size is a number, for the function `name`, which counts bytes.
 
     Raises:
-      ValueError: if `jax.export` left one open.
+      ValueError: if a size is symbolic, as in `jax.export`.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if is_array(leaf) and not all(isinstance(n, int) for n in leaf.shape):
@@ -30,7 +30,7 @@ def check_sizes(name: str, *args: Any) -> None:
 
 
 def nbytes(atom: Any) -> int:
-    """The bytes of a variable's or literal's value; zero for what has none (tokens, keys)."""
+    """Returns the bytes of a variable's or literal's value; zero for tokens and keys."""
     dtype = getattr(atom.aval, "dtype", None)
     if not isinstance(dtype, np.dtype):
         return 0
@@ -38,7 +38,7 @@ def nbytes(atom: Any) -> int:
 
 
 def matmul_dims(eqn: JaxprEqn) -> dict[str, int] | None:
-    """A matrix product's sizes: ``m``, ``n`` (free) and ``k`` (contracted); None for others."""
+    """Returns a matmul's sizes: ``m``, ``n`` (free) and ``k`` (contracted); None for others."""
     if eqn.primitive.name != "dot_general":
         return None
     (contract, _), (batch, _) = product_axes(eqn)

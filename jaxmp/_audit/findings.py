@@ -1,4 +1,4 @@
-"""Findings of `audit`: their kinds, and how they print, what is alike in one."""
+"""The findings of `audit`: their kinds, and their text, in which alike findings are merged."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from jaxmp import _screen
 
 OVERRULED = "overruled"
-# The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
-# the last are faults, of the program or of what it is audited for.
+# The kinds of findings, the gravest first, since the costs of two kinds may differ in their units.
+# All but the last are faults: of the program, or of the policy or target that it is audited for.
 KINDS = {
     OVERRULED: "policy that decides nothing",
     "not-scaled": "gradients of a loss that was not scaled",
@@ -33,14 +33,14 @@ KINDS = {
     "not-fused": "attention that no kernel computes",
     "intended-float32": "matmul or convolution kept in float32",
 }
-# Those whose cost is in bytes; all others have theirs in FLOPs.
+# The kinds whose cost is in bytes; the cost of all others is in FLOPs.
 _OF_SCALING = ("not-scaled", "not-unscaled", "scaled-twice", "unneeded-scale")
 OF_BYTES = frozenset(
     [*_OF_SCALING, "promotion", "sensitive-low", "round-trip", "residual", "large-logits"]
 )
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
-# What to do about findings of a kind, where that does not depend on the program.
+# The fix for each kind of finding whose fix does not depend on the program.
 FIXES = {
     OVERRULED: "audit the model as it was before jaxmp.wrap, or without a policy",
     "not-scaled": "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), or with the "
@@ -67,7 +67,7 @@ FIXES = {
     "not-fused": "write it as a kernel takes it, or leave `attention` out of the module's policy",
 }
 
-# How many of the places of findings that are alike are shown.
+# The number of places shown for a group of alike findings.
 _PLACES = 4
 
 
@@ -79,11 +79,12 @@ class Finding:
       kind: as `audit` lists them.
       source: the line to blame, ``file.py:line``.
       path: the module path there.
-      what: what is the case.
+      what: the problem, in words.
       fix: what to do.
-      cost: FLOPs or bytes per call that are concerned.
-      unit: which of the two.
-      share: of the FLOPs of all matmuls and convolutions, or of all operations' bytes.
+      cost: the FLOPs or bytes per call that it concerns.
+      unit: "FLOPs" or "bytes".
+      share: the cost as a share of the FLOPs of all matmuls and convolutions, or of all operations'
+        bytes.
       sites: the lines of the operations concerned.
     """
 
@@ -98,7 +99,7 @@ class Finding:
     sites: tuple[str, ...] = ()
 
     def rank(self) -> tuple[int, int]:
-        """A key to sort by: kinds in the order of `KINDS`, the costliest of each first."""
+        """Returns a sort key: kinds in the order of `KINDS`, the costliest of each first."""
         return list(KINDS).index(self.kind), -self.cost
 
     def __str__(self) -> str:
@@ -110,7 +111,7 @@ class Finding:
 
 
 def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Groups findings of one kind, reason and fix, but for the numbers of layers, gravest first."""
+    """Groups findings of one kind, reason and fix, apart from layer numbers; gravest first."""
     groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
     for f in findings:
         groups[f.kind, _screen.of_any_layer(f.what), _screen.of_any_layer(f.fix)].append(f)
@@ -118,7 +119,7 @@ def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def on_a_screen(groups: Sequence[Sequence[Finding]], room: int) -> list[str]:
-    """Groups of `alike` findings, as many as there are lines for; intended ones come last."""
+    """Formats groups of `alike` findings, as many as fit in `room` lines; intended ones last."""
     faults = [group for group in groups if group[0].kind in FAULTS]
     blocks = [_block(f"{i}. ", group) for i, group in enumerate(faults, 1)]
     intended = [_block("- ", group) for group in groups[len(faults) :]]
@@ -128,7 +129,7 @@ def on_a_screen(groups: Sequence[Sequence[Finding]], room: int) -> list[str]:
 
 
 def _block(bullet: str, group: Sequence[Finding]) -> list[str]:
-    """What findings have in common, where they are, and the fix."""
+    """Formats what the findings of a group have in common, their places, and the fix."""
     first, indent = group[0], len(bullet)
     share = sum(f.share for f in group)
     what = _screen.common([f.what for f in group])

@@ -1,12 +1,12 @@
-"""Follows values forward through a program: why they are float32, and what casts they come from.
+"""Follows values forward through a program: why they are float32, and which cast made them.
 
 A 16-bit value becomes float32 in one of two ways: the author upcasts it, or it meets a float32
 value (an array, a NumPy constant, a parameter) and JAX promotes it. Either is a `Cause`, with the
-line where it happened. What is computed from such a value has the cause too, until it is narrowed
-again. A value that was float32 from the start has none.
+line where it happened. Values computed from it have the same cause, until they are narrowed again.
+A value that was float32 from the start has none.
 
-A value that a conversion made, and that was only moved since, remembers it as its `Cast`; a 16-bit
-value, whether autocast narrowed what it was computed from.
+A value that a conversion made, and that was only moved since, has that conversion as its `Cast`; a
+16-bit value records whether autocast narrowed it or a value that it was computed from.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FLOATS = LOW | {FLOAT32, np.dtype("float64")}
 
 
 class Cause(NamedTuple):
-    """Why a value is float32.
+    """The cause of a value's float32 dtype.
 
     Attributes:
       source: the line, ``file.py:line``.
       path: the module path.
-      what: in words: what brought float32 in.
-      promoted: what a 16-bit value met that JAX promoted it for; empty if it was upcast.
+      what: the cause in words.
+      promoted: the float32 operand for which JAX promoted a 16-bit one; empty if it was upcast.
       by_policy: whether autocast upcast it, rather than the author.
     """
 
@@ -57,7 +57,7 @@ class Cast(NamedTuple):
     """The conversion that made a value.
 
     Attributes:
-      before: what it was converted from.
+      before: the dtype that it was converted from.
       source: the line, ``file.py:line``.
       ours: whether autocast added it.
       only: whether the converted value has no other use.
@@ -70,10 +70,10 @@ class Cast(NamedTuple):
 
 
 class Promoted(NamedTuple):
-    """A 16-bit value that JAX widened, before it meets what it was widened for.
+    """A 16-bit value that JAX promoted, before it meets the operand that it was promoted for.
 
     Attributes:
-      dtype: what it was.
+      dtype: its dtype before.
       fresh: whether it was only moved since.
     """
 
@@ -82,17 +82,17 @@ class Promoted(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of a value.
+    """The facts about a value.
 
     Attributes:
       why: why it is float32.
       cast: the conversion that made it, if it was only moved since.
       narrowed: whether it is a 16-bit value that autocast narrowed, or computed from one.
-      fixed: whether it is made in the program from literals alone, or a small constant.
-      scaled: whether it is made of the scale of a loss.
-      degree: how often it has that scale as a factor: see `loss_scale_power.py`.
+      fixed: whether it is computed in the program from literals alone, or a small constant.
+      scaled: whether it is computed from the scale of a loss.
+      degree: the power of that scale in it: see `loss_scale_power.py`.
       origin: the variable that it is, or is moved or cast from.
-      name: what to call it.
+      name: its name in messages.
     """
 
     why: Cause | Promoted | None = None
@@ -106,7 +106,7 @@ class Known(NamedTuple):
 
     @property
     def cause(self) -> Cause | None:
-        """Why it is float32, where that can be said."""
+        """The cause of its float32 dtype, if it is known."""
         return self.why if isinstance(self.why, Cause) else None
 
 
@@ -115,9 +115,9 @@ class Observed(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      place: where it stands.
-      known: what is known of its operands.
-      out: what is known of its results.
+      place: its place.
+      known: the facts about its operands.
+      out: the facts about its results.
     """
 
     eqn: jex_core.JaxprEqn
@@ -126,7 +126,7 @@ class Observed(NamedTuple):
     out: Known
 
 
-# What gives its first operand, or a part of it, in some dtype and layout.
+# Primitives that return their first operand, or a part of it, in some dtype and layout.
 _SAME = {"convert_element_type", "name", "stop_gradient", *CROSSING, *IN_PARTS}
 _SAME -= {"concatenate", "gather", "split"}
 ARRAY = "the constant array "
@@ -139,9 +139,9 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
 
     Args:
       jaxpr: the closed jaxpr of a program.
-      labels: what to call each operand of it.
-      scales: whether each is the scale of a loss.
-      visit: is called in order; for the body of a scan once.
+      labels: the names of its operands in messages.
+      scales: whether each operand is the scale of a loss.
+      visit: called in program order; once for the body of a scan.
     """
     known = [
         Known(scaled=scale, degree=int(scale), name=name)
@@ -151,7 +151,7 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
 
 
 def _run(jaxpr: Any, ins: Sequence[Known], around: AuditPlace, visit: Visit | None) -> list[Known]:
-    """What is known of the results of a jaxpr, given what is known of its operands."""
+    """Returns the facts about the results of a jaxpr, given those about its operands."""
     opened = closed(jaxpr).jaxpr
     consts = dict(zip(opened.constvars, closed(jaxpr).consts, strict=False))
     env: dict[Any, Known] = dict(zip(opened.invars, ins, strict=True))
@@ -171,7 +171,7 @@ def _run(jaxpr: Any, ins: Sequence[Known], around: AuditPlace, visit: Visit | No
     for eqn in opened.eqns:
         place = around.at(eqn)
         known = [read(v) for v in eqn.invars]
-        # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
+        # A scatter has a jaxpr too, which adds two numbers, but is visited as an operation.
         unknown = any(True for _ in compat.inner_jaxprs(eqn)) and contracts(eqn)
         if unknown or inside(eqn):
             outs = _inside(eqn, known, place, visit)
@@ -219,7 +219,7 @@ def _inside(
 
 
 def _constant(var: Any, value: Any) -> Known:
-    """What is known of a constant of a program."""
+    """Returns the facts about a constant of a program."""
     what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
     fixed = hasattr(value, "size") and is_basis(value)
     return Known(fixed=fixed, degree=0, name=f"{what}{short_type(var)}")
@@ -231,7 +231,7 @@ def _why(
     place: AuditPlace,
     readers: Mapping[Any, Sequence[jex_core.JaxprEqn]],
 ) -> Cause | Promoted | None:
-    """Why the result is float32, if it is."""
+    """Returns why the result is float32, if it is."""
     if eqn.primitive.name == "convert_element_type":
         before = dtype_of(eqn.invars[0])
         if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
@@ -241,10 +241,10 @@ def _why(
             return Promoted(str(before))
     ours = [i for i, v in enumerate(eqn.invars) if dtype_of(v) == FLOAT32]
     causes = [cause for i in ours if (cause := known[i].cause) is not None]
-    if causes:  # the author's own before what autocast widened
+    if causes:  # the author's upcasts before autocast's
         return min(causes, key=lambda cause: cause.by_policy)
     promoted = [why for i in ours if isinstance(why := known[i].why, Promoted)]
-    # Next to what JAX widened before, a Python number is float32 as well, and widens nothing.
+    # A Python number that meets an earlier promotion is float32 as well, but did not cause it.
     fresh = any(why.fresh for why in promoted)
     partners = [
         known[i].name
@@ -261,20 +261,20 @@ def _why(
 
 
 def _narrowed(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
-    """Whether the results, if they have 16 bits, have them because autocast narrowed something."""
+    """Returns whether the results, if of 16 bits, are so because autocast narrowed a value."""
     if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) not in LOW:
         return is_ours(eqn)
     return any(k.narrowed and dtype_of(v) in LOW for k, v in zip(known, eqn.invars, strict=True))
 
 
 def _is_made(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
-    """Whether the results are made from literals alone, by no random choice."""
+    """Returns whether the results are computed from literals alone, and not at random."""
     made = all(k.fixed for k in known) and not has_effects(eqn)
     return made and not eqn.primitive.name.startswith(RANDOM)
 
 
 def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> Cast | None:
-    """The conversion between floats that made the result."""
+    """Returns the conversion between floats that made the result, apart from moves."""
     if eqn.primitive.name == "convert_element_type":
         before, after = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
         if before in FLOATS and after in FLOATS and before != after:
@@ -285,7 +285,7 @@ def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> Cast
 
 
 def _either(known: Sequence[Known]) -> Known:
-    """What is known of a value that is one of several."""
+    """Joins the facts about a value that is one of several."""
     casts, origins = ({getattr(k, name) for k in known} for name in ("cast", "origin"))
     return Known(
         why=next((k.why for k in known if k.why is not None), None),
@@ -300,7 +300,7 @@ def _either(known: Sequence[Known]) -> Known:
 
 
 def _name(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> str:
-    """What to call the results of an equation."""
+    """Returns the name of an equation's results in messages."""
     if len(known) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
         return known[0].name  # only moved
     return f"the {eqn.primitive.name} at {place.source}"

@@ -1,4 +1,4 @@
-"""Logits of a large vocabulary that a loss keeps for its gradient."""
+"""Logits of a large vocabulary that a loss saves for its gradient."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxmp._audit.costs import matmul_dims, nbytes
 from jaxmp._audit.report import Operation
 from jaxmp._jaxprs.compat import shape_of
 
-# Less is no gain: smaller logits are one chunk to `linear_cross_entropy`, and with fewer words a
-# chunk is as large as what the last layer returns.
+# Below these there is nothing to gain: smaller logits are one chunk of `linear_cross_entropy`, and
+# with a smaller vocabulary a chunk is as large as the output of the layer before.
 _BYTES, _WORDS_PER_FEATURE = 2**26, 4
 
 
 class Logits:
-    """What a loss keeps of its logits, collected while a program is walked.
+    """The logits that losses save for their gradients, collected while a program is walked.
 
-    Its derivative keeps them, their probabilities or labels of the same shape. What is computed in
-    chunks that are rematerialized keeps none.
+    The residuals are logits, their probabilities or labels of the same shape. A loss that is
+    computed in rematerialized chunks saves none.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Logits:
         self._kept: Counter[tuple[int, ...]] = Counter()
 
     def product(self, eqn: JaxprEqn, operation: Operation) -> None:
-        """Takes a product of which only the logarithm of a sum of exponentials is read."""
+        """Records a product that only the logarithm of a sum of exponentials reads."""
         dims, shapes = matmul_dims(eqn), [shape_of(v) for v in eqn.invars]
-        # A table has two axes; of two matrices, the first is the tokens'.
+        # The embedding table has two axes; of two matrices, the first holds the tokens.
         if dims is None or operation.backward or min(map(len, shapes)) != 2:
             return
         words = dims["n"] if len(shapes[1]) == 2 else dims["m"]
@@ -42,11 +42,11 @@ class Logits:
             self._products[size, words].append(operation)
 
     def residual(self, var: Any, times: float) -> None:
-        """Takes a value that the forward pass keeps for the backward pass."""
+        """Records a residual: a value that the forward pass saves for the backward pass."""
         self._kept[shape_of(var)] += int(nbytes(var) * times)
 
     def of_program(self, residual_bytes: int) -> Iterator[tuple[str, str, list[Operation]]]:
-        """Says what logits are more than a quarter of all that is kept: as `Scaling` does."""
+        """Yields findings, as `Scaling` does, on logits above a quarter of all residual bytes."""
         for (size, words), products in self._products.items():
             alike = [s for s in self._kept if words in s and math.prod(s) == size]
             kept = sum(self._kept[shape] for shape in alike)

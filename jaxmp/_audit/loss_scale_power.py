@@ -1,7 +1,7 @@
-"""How often a value has the loss scale as a factor, by dimensional analysis.
+"""The power of the loss scale in a value, by dimensional analysis.
 
-A gradient of a scaled loss has it once, for the backward pass is linear; one that was divided by it
-has not. A value of zeros has it as often as one likes.
+A gradient of a scaled loss has it to the power of 1, since the backward pass is linear; an unscaled
+gradient to the power of 0. A value of zeros has any power.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxmp._jaxprs.equation_parameters import exponent
 from jaxmp._jaxprs.primitive_table import Flag, flagged, of_kind
 
 ZEROS: Final = "zeros"
-# None: it cannot be told.
+# None: unknown.
 Degree = int | Literal["zeros"] | None
 
-# What has as many factors as each of its operands.
+# Primitives whose results have the same power as each of their operands.
 _LINEAR = flagged(Flag.LINEAR) | of_kind("transparent")
 _PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *of_kind("low")])
 
 
 def alike(degrees: Iterable[Degree]) -> Degree:
-    """The power of a value which is one of several, or their sum.
+    """Returns the power of a value that is one of several, or their sum.
 
     Example:
       >>> alike([1, ZEROS, 1]), alike([1, 0])
@@ -39,10 +39,10 @@ def alike(degrees: Iterable[Degree]) -> Degree:
 
 
 def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
-    """The powers of the results of an equation, from those of its operands."""
+    """Returns the power of an equation's results, given those of its operands."""
     name = eqn.primitive.name
     if name in _LINEAR:
-        # Not of what it is indexed or chosen by.
+        # Indices and predicates have no power.
         floating = [d for d, v in zip(degrees, eqn.invars, strict=True) if _is_floating(v)]
         return alike(floating or degrees)
     if name in _PRODUCTS:
@@ -51,7 +51,7 @@ def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
 
 
 def degree_of_literal(value: Any) -> Degree:
-    """The power of a number which is written in the program."""
+    """Returns the power of a number that is written in the program."""
     return 0 if value else ZEROS
 
 

@@ -1,4 +1,4 @@
-"""Where an equation stands: its line and module, and what autocast decided there."""
+"""The place of an equation: its line and module, and autocast's decisions there."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxmp._jaxprs.walk import Place
 
 @dataclasses.dataclass(frozen=True)
 class AuditPlace(Place):
-    """Where an equation stands, and what autocast says of it; branches run by their share.
+    """The place of an equation, and autocast's decisions there; branches count by their share.
 
     Attributes:
-      region: the rules of the autocast region it stands in, or None.
-      kept: why autocast keeps its contractions in float32; None where it does not.
-      skipped: why a policy's recipe does not multiply its contractions; None where it does.
-      emulates: the format whose values its contractions multiply in a wider one; or empty.
-      unfused: why no kernel computes its attention, where a policy asks for it; or empty.
+      region: the rules of the autocast region around it, or None.
+      kept: why autocast keeps its products in float32; None if it does not.
+      skipped: why a policy's recipe does not apply to its products; None if it does.
+      emulates: the format whose values its products multiply in a wider one; or empty.
+      unfused: why no kernel computes its attention, although a policy asks for one; or empty.
       within: the innermost primitive around it that autocast does not look inside; or empty.
     """
 
@@ -56,12 +56,12 @@ class AuditPlace(Place):
         return dataclasses.replace(self, times=self.times * inner.times * inner.chance)
 
     def unknown(self, eqn: jex_core.JaxprEqn) -> Self:
-        """The place of the jaxprs of an equation that stands here and is not looked inside."""
+        """Returns the place of an equation's jaxprs that autocast does not look inside."""
         return dataclasses.replace(self, within=called(eqn))
 
 
 def places_inside(eqn: jex_core.JaxprEqn, place: AuditPlace) -> Iterator[tuple[Any, AuditPlace]]:
-    """The open jaxprs inside an equation that stands at `place`, and the places of them."""
+    """Yields the open jaxprs inside an equation at `place`, each with its own place."""
     inners = inside(eqn)
     for inner in inners:
         yield closed(inner.jaxpr).jaxpr, place.inside(inner)
@@ -70,5 +70,5 @@ def places_inside(eqn: jex_core.JaxprEqn, place: AuditPlace) -> Iterator[tuple[A
 
 
 def is_ours(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether autocast added an equation."""
+    """Returns whether autocast added an equation."""
     return in_scope(eqn, CAST)

@@ -1,4 +1,4 @@
-"""What `audit` returns: operations, findings, and how they print."""
+"""The report of `audit`: operations, findings, and their text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp._autocast.why import Skipped
 from jaxmp._jaxprs.primitive_table import of_kind
 
 _MORE = "All of them: to_text(verbose=True), or .findings and .operations; --all on a command line."
-# Classes of what computes; casts and masks are made again by derivatives of autocast's own as well.
+# Primitives that compute; derivative rules of autocast's own rematerialize casts and masks as well.
 _ARITHMETIC = of_kind("low", "full", "follow")
 
 
@@ -34,17 +34,17 @@ class Operation:
       source: ``file.py:line`` in the user's code.
       in_dtypes: the dtypes of its operands.
       out_dtypes: the dtypes of its results.
-      flops: floating-point operations per call, a multiply-add counted as two; of products.
+      flops: floating-point operations of a product per call, a multiply-add as two; else 0.
       bytes: bytes of its operands and results per call, as if nothing were fused.
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       inserted: whether autocast added it.
-      again: whether it computes again, for the backward pass, what a `jax.checkpoint` or a policy
-        with ``residuals=recompute`` did not keep.
-      kept: why autocast keeps a product in float32 of its own accord; empty for all else.
-      skipped: why a policy's recipe does not multiply a product; None for all else.
-      emulates: the format whose values a product multiplies in a wider one, where the device
-        lacks it; empty for all else.
+      again: whether it is rematerialized for the backward pass, by a `jax.checkpoint` or a policy
+        with ``residuals=recompute``.
+      kept: why autocast keeps a product in float32 of its own accord; else empty.
+      skipped: why a policy's recipe does not apply to a product; else None.
+      emulates: the format whose values a product multiplies in a wider one, because the device
+        lacks it; else empty.
     """
 
     op: str
@@ -64,20 +64,20 @@ class Operation:
 
     @property
     def dtype(self) -> str:
-        """What a product multiplies: one dtype, or two, as in ``bfloat16*float32``."""
+        """The dtype that a product multiplies, or both, as in ``bfloat16*float32``."""
         return "*".join(sorted(set(self.in_dtypes[:2])))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrecisionReport:
-    """What `jaxmp.audit` found. Print it.
+    """The report of `jaxmp.audit`. Print it.
 
     Attributes:
       operations: one per equation, in order.
       findings: the gravest and costliest first.
-      arguments: bytes by dtype of each argument, or field of one that has fields.
-      residual_bytes: by dtype, bytes of what the forward pass keeps for the backward pass, without
-        the arguments themselves.
+      arguments: bytes by dtype of each argument, or of each field of one that has fields.
+      residual_bytes: bytes by dtype of the residuals (saved for the backward pass), without the
+        arguments themselves.
     """
 
     operations: tuple[Operation, ...]
@@ -86,10 +86,10 @@ class PrecisionReport:
     residual_bytes: dict[str, int]
 
     def product_flops(self, *, backward: bool | None = None) -> dict[str, float]:
-        """FLOPs of matmuls and convolutions by the dtype they multiply, most first.
+        """Returns the FLOPs of matmuls and convolutions by the dtype they multiply, most first.
 
         Args:
-          backward: only those of the backward pass (True) or of all else (False).
+          backward: only those of the backward pass (True) or only the others (False).
         """
         flops: Counter[str] = Counter()
         for op in self.operations:
@@ -98,13 +98,13 @@ class PrecisionReport:
         return dict(flops.most_common())
 
     def product_share(self, *, backward: bool | None = None) -> dict[str, float]:
-        """The share of products' FLOPs by dtype, as `product_flops`; they add up to one."""
+        """Returns the products' FLOPs by dtype, like `product_flops`, as shares of their sum."""
         flops = self.product_flops(backward=backward)
         total = sum(flops.values())
         return {dtype: count / total for dtype, count in flops.items()}
 
     def casts(self, *, inserted: bool | None = None) -> dict[str, tuple[float, float]]:
-        """Conversions between floats, as ``bfloat16->float32``: how many, and bytes written.
+        """Returns the number and bytes of the casts between floats, by ``bfloat16->float32``.
 
         Args:
           inserted: only those that autocast added (True) or that the author wrote (False).
@@ -123,7 +123,7 @@ class PrecisionReport:
         return table
 
     def quantized(self) -> Quantized:
-        """Every product, forward and backward: in 8 bits, or not and why. Print it."""
+        """Returns every product, forward and backward: in 8 bits, or not and why. Print it."""
         return Quantized(
             tuple(
                 Product(
@@ -141,11 +141,11 @@ class PrecisionReport:
         )
 
     def assert_no(self, *kinds: str) -> None:
-        """Raises if there are findings of some kinds; of any kind of fault if none is named.
+        """Raises if there are findings of the given kinds; by default, of any kind of fault.
 
         Args:
-          *kinds: as in `Finding.kind`. "intended-float32" is not a fault: name it to
-            refuse that, too.
+          *kinds: as in `Finding.kind`. "intended-float32" is not a fault: name it to refuse it as
+            well.
 
         Raises:
           PrecisionError: (an AssertionError) that lists them.
@@ -161,7 +161,7 @@ class PrecisionReport:
             raise PrecisionError("\n".join(map(str, found)))
 
     def summary(self) -> str:
-        """A few lines: FLOPs, what is saved for the backward pass, casts and arguments by dtype."""
+        """Returns a few lines: FLOPs, residuals, casts and arguments by dtype."""
         return "\n".join([*self._computed(), *self._arguments(merged=False)])
 
     def _computed(self) -> Iterator[str]:
@@ -192,7 +192,7 @@ class PrecisionReport:
             yield from products.summary().splitlines()
 
     def _arguments(self, *, merged: bool) -> Iterator[str]:
-        """Bytes of arguments; merged, those of layers that differ in their number are one."""
+        """Yields lines on bytes of arguments; `merged`, one for layers that differ in number."""
         found = [(name, [sizes]) for name, sizes in self.arguments.items()]
         if merged:
             items = self.arguments.items()
@@ -204,7 +204,7 @@ class PrecisionReport:
             yield f"argument {name:{max(width, 15)}s} {_screen.by_dtype(total)}"
 
     def verdict(self) -> str:
-        """The answer in a sentence."""
+        """Returns the verdict in a sentence: the products' dtypes, and the gravest finding."""
         share = self.product_share()
         parts = ", ".join(f"{part:.1%} {dtype}" for dtype, part in share.items())
         of = f"Matmuls and convolutions: {parts}" if parts else "No matmul or convolution"
@@ -217,7 +217,7 @@ class PrecisionReport:
         return f"{of}. {found}{places}, first: {KINDS[faults[0][0].kind]}."
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON."""
+        """Returns the report as plain data, for JSON."""
         return {
             "product_flops": {
                 "forward": self.product_flops(backward=False),
@@ -234,11 +234,11 @@ class PrecisionReport:
         }
 
     def to_text(self, *, verbose: bool = False) -> str:
-        """The verdict, the summary and the findings.
+        """Returns the verdict, the summary and the findings.
 
         Args:
           verbose: every finding and argument, however many lines that takes. Else what fits on a
-            screen of 40 lines and 120 columns, with findings in one that differ in their place.
+            screen of 40 lines and 120 columns, merging findings that differ only in their place.
         """
         if verbose:
             found = [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]

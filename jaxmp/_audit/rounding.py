@@ -21,19 +21,19 @@ from jaxmp._jaxprs.source import is_backward
 ROUNDED = "rounded-result"
 INCONSISTENT = "inconsistent-recompute"
 
-# What reads a value: a logarithm; one of a sum; one of a sum of its exponentials, as in a
-# cross-entropy; something else that takes 16 bits, such as a product in the forward pass.
+# The readers of a value, as flags: a logarithm; one of its sum; one of the sum of its exponentials,
+# as in a cross-entropy; any other that takes 16 bits, such as a product in the forward pass.
 _LOG, _LOG_OF_SUM, _LOSS, _OTHER = 1, 2, 4, 8
 
 
 class Rounding:
-    """Judges the dtypes of products' results, while a program is walked.
+    """The findings on the dtypes of products' results, collected while a program is walked.
 
-    Only logits of a cross-entropy are said to be rounded: compared with float32 results of the same
-    operands, the error of the gradient is 1.4 to 18 times as large, growing with the logits. For a
-    normalization or a sigmoid it is 1.2 to 1.5 times, for the softmax of attention 1.4 to 6: that
-    is usual. (For least squares 1.4 times, and 100 close to the target: not told from a norm.) What
-    autocast narrows is not judged.
+    Only logits of a cross-entropy are reported as rounded: compared with float32 results of the
+    same operands, the error of the gradient is 1.4 to 18 times as large, growing with the logits.
+    For a normalization or a sigmoid it is 1.2 to 1.5 times, for the softmax of attention 1.4 to 6:
+    that is usual. (For least squares it is 1.4 times, and 100 close to the target, but they look
+    like a norm.) Results that autocast narrows are not judged.
     """
 
     def __init__(self, program: Any) -> None:
@@ -41,12 +41,12 @@ class Rounding:
         self._forward: dict[Any, dict[str, str]] = defaultdict(dict)  # dtype → line
 
     def visit(self, seen: Observed, operation: Operation) -> tuple[str, str, str] | None:
-        """Says of a product that its result is rounded, or not the forward pass's.
+        """Checks whether a product's result is rounded, or has another dtype in the forward pass.
 
-        Two products are one if they have the same operands, but for moves and casts.
+        Two products are the same if they have the same operands, apart from moves and casts.
 
         Returns:
-          The kind of finding, the line to blame, and the finding in words.
+          The kind of finding, the line to blame, and the finding in words; None if there is none.
         """
         [var], [dtype] = seen.eqn.outvars, operation.out_dtypes
         forward = self._forward[frozenset(k.origin for k in seen.known[:2]), operation.flops]
@@ -63,12 +63,12 @@ class Rounding:
         return ROUNDED, operation.source, what
 
     def only_in_a_loss(self, var: Any) -> bool:
-        """Whether the one that reads a value is a cross-entropy."""
+        """Returns whether a value is read by a cross-entropy alone."""
         return self._readers[var] == _LOSS
 
 
 def _readers(program: Any) -> dict[Any, int]:
-    """Finds what reads each variable of a closed jaxpr, and of those inside."""
+    """Finds the readers of each variable of a closed jaxpr and its inner jaxprs."""
     found: dict[Any, int] = defaultdict(int)
 
     @functools.cache
@@ -99,7 +99,7 @@ def _readers(program: Any) -> dict[Any, int]:
 
 
 def _read_by(eqn: JaxprEqn, outs: Sequence[int], *, backward: bool) -> int:
-    """What reads the operands of an equation, given what reads its results."""
+    """Returns the readers of an equation's operands, given those of its results."""
     name, read = eqn.primitive.name, functools.reduce(operator.or_, outs, 0)
     match name, classify(name, eqn.params):
         case "convert_element_type", _:

@@ -1,4 +1,4 @@
-"""Whether a loss is multiplied by a scale and its gradients divided by it, each once."""
+"""Checks of loss scaling: the loss is multiplied and its gradients are divided by it, once each."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ UNNEEDED = "unneeded-scale"
 
 
 def is_scale(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf is the scale of a `LossScaleState`, told by the name of the field."""
+    """Returns whether a leaf is the scale of a `LossScaleState`, by the name of its field."""
     return any(getattr(key, "name", None) == "loss_scale" for key in path)
 
 
 def of_optax(node: Any) -> bool:
-    """Whether a node of a pytree is the state of an optax transformation."""
+    """Returns whether a node of a pytree is the state of an optax transformation."""
     return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
 
 
 def has_optimizer(tree: Any) -> bool:
-    """Whether there is the state of an optax transformation in a pytree."""
+    """Returns whether a pytree contains the state of an optax transformation."""
     return any(map(of_optax, jax.tree.leaves(tree, is_leaf=of_optax)))
 
 
 class Scaling:
-    """What is found of loss scaling, while a program is walked."""
+    """The findings on loss scaling, collected while a program is walked."""
 
     def __init__(self) -> None:
         self._backward = False
@@ -51,13 +51,13 @@ class Scaling:
         self._of_scaler: list[Operation] = []
 
     def visit(self, seen: Observed, operation: Operation) -> tuple[str, str] | None:
-        """Says of an equation what is wrong with the scale of the gradients that it takes.
+        """Checks the power of the loss scale in the gradients that an equation reads.
 
-        One that divides them takes those of a loss that was multiplied once; the test of a scaler
-        takes those of the loss.
+        An equation that unscales them must read gradients of a loss that was scaled once; a
+        scaler's test for finite gradients, those of the unscaled loss.
 
         Returns:
-          The kind of finding, and the finding in words.
+          The kind of finding, and the finding in words; None if there is none.
         """
         eqn = seen.eqn
         if operation.backward and str(FLOAT16) in (*operation.in_dtypes, *operation.out_dtypes):
@@ -105,10 +105,10 @@ class Scaling:
         return SCALED_TWICE if self._unscales else NOT_UNSCALED, what
 
     def of_program(self) -> Iterator[tuple[str, str, list[Operation]]]:
-        """Says what is wrong with the whole: the kind, in words, and the operations concerned.
+        """Yields findings on the whole program: kind, words, and the operations concerned.
 
-        A backward pass in float16 of a loss without a scale; or a scaler, of a program in 16 bits
-        whose backward pass has no float16.
+        These are a float16 backward pass of a loss without a scale, and a scaler in a program in 16
+        bits whose backward pass has no float16.
         """
         if not self._of_scaler:
             yield (

@@ -1,1 +1,1 @@
-"""What a program computes in which dtype, as a file that a repository keeps and CI compares."""
+"""Locks: the dtypes of a program's operations, in a file that a repository keeps and CI checks."""

@@ -16,10 +16,10 @@ from jaxmp.policy import PolicyLike
 def write(
     fn: Callable[..., Any], path: str | os.PathLike[str], policy: PolicyLike | None = None
 ) -> Callable[..., Lock]:
-    """Writes the lock of a function, as a function of its arguments.
+    """Returns a function of `fn`'s arguments that writes the lock of `fn` to a new file.
 
     Raises:
-      ValueError: if there is a file; at the call.
+      ValueError: at the call, if the file exists.
     """
     locked = lock(fn, policy)
 
@@ -42,15 +42,15 @@ def check(
     *,
     update: bool = False,
 ) -> Callable[..., LockComparison]:
-    """Compares a function with its lock, as a function of its arguments.
+    """Returns a function of `fn`'s arguments that compares `fn` with the lock in a file.
 
     Args:
       fn: the function.
       path: the file.
-      policy: the policy it is traced under; by default the file's.
-      update: rewrites the file, also one that another version of jaxmp has written.
+      policy: the policy to trace under; by default the file's.
+      update: rewrites the file, even one that another version of jaxmp has written.
     """
-    lock(fn, policy)  # refuses what is neither a function nor a policy
+    lock(fn, policy)  # raises unless these are a function and a policy
     file = Path(path)
 
     def checked(*args: Any, **kwargs: Any) -> LockComparison:

@@ -1,4 +1,4 @@
-"""What is different between a lock and a program, as who reviews it wants to read it."""
+"""The differences between a lock and a program, formatted for a reviewer."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jaxmp._lock.lock import UNSAID, Lock
 from jaxmp._lock.patterns import compressed
 
 _NOTHING = "nothing"
-# How many patterns of modules are shown in which the same is different.
+# The number of module patterns shown for a group of modules with the same differences.
 _PATTERNS = 6
-# How many lines are, where what is counted is on several.
+# The number of source lines shown for a difference.
 _LINES = 3
 
 
 class Difference(NamedTuple):
-    """Something that a program does in another dtype than its lock says.
+    """A difference between the dtypes of a program and those in its lock.
 
     Attributes:
       module: the path of the module, or ``argument 0/params``; ``(no module)`` outside of all.
-      what: ``forward.matmul``.
-      was: in words, as the lock has it.
-      now: as the program has it.
+      what: the pass and kind of operation, ``forward.matmul``.
+      was: the operations in the lock, in words.
+      now: those in the program.
       source: the line where it is written now, ``file.py:line``; of several, the first three.
-      order: where in the program it is first; what came first caused the others, most often.
+      order: its position in the program; the first difference usually causes the others.
     """
 
     module: str
@@ -48,7 +48,7 @@ class LockComparison:
     differences: tuple[Difference, ...]
 
     def to_text(self, *, verbose: bool = False) -> str:
-        """The first difference, and all of them by module; what fits on a screen, or everything."""
+        """Returns the first difference, and all by module: what fits on a screen, or everything."""
         if not self.differences:
             return f"{self.path}: the program computes in the same dtypes."
         first = min(self.differences, key=lambda d: d.order)
@@ -67,7 +67,7 @@ class LockComparison:
 
 
 def compare(path: str, was: Lock, now: Lock) -> LockComparison:
-    """Compares a lock with a program's."""
+    """Compares the lock in the file `path` with that of the program."""
     found = []
     for what, a, b in (
         ("policy", was.policy or "as written", now.policy or "as written"),
@@ -81,7 +81,7 @@ def compare(path: str, was: Lock, now: Lock) -> LockComparison:
 
 
 def _of_dtypes(noun: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Difference]:
-    """The arrays whose dtype is another one."""
+    """Yields the arrays whose dtype differs, or that only one of the two has."""
     there, order = set(), -0.5 if noun == "argument" else float("inf")
     dtypes: dict[str, tuple[str, str]] = {}
     for path, dtype in now.items():
@@ -108,7 +108,7 @@ def _of_operations(was: Lock, now: Lock) -> Iterator[Difference]:
             inside = [at for (m, _, _), at in now.lines.items() if m == module]
             at = sorted((n, line) for lines in new or near or inside for line, n in lines.items())
             source = ", ".join(list(dict.fromkeys(line for _, line in at))[:_LINES])
-            # What is gone is not the cause of what is new on the same line.
+            # On one line, an operation that is gone is not the cause of one that is new.
             order = (at[0][0] if at else float("inf")) + (0 if new else 0.5)
             yield Difference(module, what, _shown(a), _shown(b), source, order)
 
@@ -122,7 +122,7 @@ def _several(words: tuple[str, ...] | list[str]) -> str:
 
 
 def _blocks(differences: tuple[Difference, ...], most: int) -> Iterator[list[str]]:
-    """Lines for each group of modules in which the same is different, `most` of them named."""
+    """Yields the lines on each group of modules with equal differences; names `most` of them."""
     by_module: dict[str, list[Difference]] = defaultdict(list)
     for difference in differences:
         by_module[difference.module].append(difference)

@@ -1,4 +1,4 @@
-"""The file of a lock: TOML, in a canonical order, so that equal locks are equal files."""
+"""The file of a lock: TOML in a canonical order, so that equal locks give equal files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OtherVersionError(ValueError):
 
 
 def text_of(lock: Lock) -> str:
-    """A lock as the text of a file."""
+    """Returns the text of a lock's file."""
     lines = [f"{_HEAD}{_KEY} = {SCHEMA}", f"policy = {_quoted(lock.policy)}"]
     lines += [f"loss_scaling = {_quoted(list(lock.scaling))}"]
     results = [row for row in collapsed(lock.results) if row[1] != UNSAID]
@@ -48,10 +48,10 @@ def text_of(lock: Lock) -> str:
 
 
 def read(path: Path) -> Lock:
-    """Reads a file.
+    """Reads the lock in a file.
 
     Raises:
-      ValueError: if there is none, or it is not a lock; it says what is wrong.
+      ValueError: if the file does not exist or is not a lock; the message says what is wrong.
       OtherVersionError: (a ValueError) if another version of jaxmp has written it.
     """
     try:
@@ -119,7 +119,7 @@ def _read(data: Mapping[str, Any], damaged: Callable[[str], ValueError]) -> Lock
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """The dotted keys of a table, each with the table that holds it, and its key there."""
+    """Yields the dotted keys of a table, each with the table that holds it, and its key there."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", value, inner) for inner in value)
@@ -128,12 +128,12 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], 
 
 
 def in_words(counts: Mapping[str, int]) -> list[str]:
-    """What is counted, in words."""
+    """Returns counted operations in words, sorted: ``bfloat16 -> float32 ×3``."""
     return [f"{words} ×{n}" if n > 1 else words for words, n in sorted(counts.items())]
 
 
 def collapsed(dtypes: Mapping[str, T]) -> list[tuple[str, T]]:
-    """Paths and dtypes; of a tree of one dtype the path of the tree alone.
+    """Returns sorted (path, dtype) pairs, with one pair for each subtree of a single dtype.
 
     Example:
       >>> collapsed({"0/a/w": "float32", "0/a/b": "float32", "1": "int32"})
@@ -151,12 +151,12 @@ def collapsed(dtypes: Mapping[str, T]) -> list[tuple[str, T]]:
 
 
 def dtype_at(path: str, dtypes: Mapping[str, str]) -> tuple[str, str] | None:
-    """The collapsed path that a path is in, and its dtype."""
+    """Returns the collapsed path that contains a path, and its dtype; None if there is none."""
     return next(((p, dtypes[p]) for p in _prefixes(path) if p in dtypes), None)
 
 
 def _prefixes(path: str) -> list[str]:
-    """The trees that a path is in, the outermost first, and itself."""
+    """Returns the paths of the subtrees around a path, outermost first, and the path itself."""
     parts = path.split("/")
     return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
@@ -166,5 +166,5 @@ def _rank(key: str) -> tuple[int, str]:
 
 
 def _quoted(value: Any) -> str:
-    """A string, or a list of strings: in TOML as in JSON."""
+    """Formats a string, or a list of strings, as TOML, which writes them as JSON does."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What of a program its results are computed from: prints, and what only they read, is not."""
+"""The equations that a program's results depend on: not prints, nor what only prints read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxmp._jaxprs.dataflow import demanded
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
 from jaxmp._jaxprs.walk import equations
 
-# What only shows values: a metric that is printed is not part of what is computed.
+# Primitives that only show values: a metric that is only printed is not part of the computation.
 _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 def live_equations(program: Any) -> set[int]:
-    """The `id` of each equation of a closed jaxpr, at any depth, that something is computed from.
+    """Returns the `id`s of a closed jaxpr's equations, at any depth, that a result or effect needs.
 
     Example:
       >>> import jax

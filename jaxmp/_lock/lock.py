@@ -1,4 +1,4 @@
-"""A lock: what a program computes in which dtype, without a size, a line or an address in it."""
+"""A lock: the dtypes of a program's operations, by module, without sizes or addresses."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from jaxmp._lock.values import (
 from jaxmp.policy import PolicyLike, single_policy
 
 OUTSIDE = "(no module)"
-# The dtype of results, and of sums outside the modules after the backward pass (as a norm), that a
-# lock does not tell: a metric more changes nothing.
+# A lock omits results of this dtype, and sums of it outside the modules after the backward pass
+# (such as a norm), so that one more metric does not change it.
 UNSAID = "float32"
-# Module → what, as "forward.matmul" → in words → how many.
+# Module path → pass and kind, as "forward.matmul" → operation in words → count.
 Operations = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lock:
-    """What a program computes in which dtype.
+    """The operations of a program, by module, and their dtypes.
 
     Attributes:
-      policy: under which it was traced; empty: as it is written.
-      scaling: what is done about the scale of the loss.
+      policy: the policy that the program was traced under; empty: as written.
+      scaling: how the program handles the loss scale, in words.
       arguments: the dtype of each array in the arguments, by its path.
-      results: the same of the results.
-      operations: by module and kind; what is not counted has the count 1.
-      lines: by module, kind and words, the lines where they are written, each with its place in
-        the order of the program; nothing of it is in a file.
+      results: the same for the results.
+      operations: by module, pass and kind; operations that are not counted have the count 1.
+      lines: by module, kind and words, the lines where the operations are written, each with its
+        position in the program; not written to the file.
     """
 
     policy: str
@@ -71,7 +71,7 @@ class Lock:
 
 
 def lock(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[..., Lock]:
-    """Locks a function; see `jaxmp.testing.assert_precision_locked`."""
+    """Returns a function that locks `fn`; see `jaxmp.testing.assert_precision_locked`."""
     asked = None if policy is None else single_policy("lock", policy)
     check_callable("lock", fn)
 
@@ -83,7 +83,7 @@ def lock(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[.
             return _locked(program, "", args, kwargs)
         plans: list[Plan] = []
         found = _locked(watched(program, asked, 0, plans.append), str(asked), args, kwargs)
-        if not plans:  # the policy changes nothing, but may be another one than is in force
+        if not plans:  # the policy changes nothing, but may differ from the one in force
             plans.append(planned(program, asked, 0, args, kwargs)[0])
         warn_overruled("lock", plans[-1])
         return found
@@ -93,7 +93,7 @@ def lock(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[.
 
 def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock:
     def with_changes(*args: Any, **kwargs: Any) -> Any:
-        """What it changes in NNX modules is a result as well."""
+        """Returns the NNX modules too: what `fn` changes in them is a result as well."""
         out = fn(*args, **kwargs)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_graph_node)
         return out, [leaf for leaf in leaves if is_graph_node(leaf)]
@@ -116,7 +116,7 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
         scaling=tuple(reader.scaling),
         arguments={_name(path[1:]): str(leaf.dtype) for path, leaf in given if _plain(leaf.dtype)},
         results={
-            # What changes in a module is named as what is returned next to the results.
+            # A module's variables keep the leading 1 of their place in (results, modules).
             _name(path[1:] if path[0].idx == 0 else path) or "(all)": str(dtype)
             for path, dtype in results
             if _plain(dtype) and jnp.issubdtype(dtype, jnp.inexact)
@@ -127,7 +127,7 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
 
 
 class _Reader:
-    """Collects what a lock says, while the values of a program are followed."""
+    """The collector of a lock's contents, which a `Follower` calls for each equation."""
 
     def __init__(self, live: set[int], scale_given: bool) -> None:  # noqa: FBT001
         self._live = live
@@ -139,7 +139,7 @@ class _Reader:
         self.scaling = dict.fromkeys(["the scale is an argument"] if scale_given else [])
 
     def visit(self, seen: Seen) -> None:
-        """Records an equation."""
+        """Records an equation, if it is live."""
         eqn, place = seen.eqn, seen.place
         if id(eqn) not in self._live:
             return
@@ -178,7 +178,7 @@ def _plain(dtype: Any) -> bool:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """The path of a leaf, ``0/layers/1/kernel``; of a Variable of NNX, what it is the value of."""
+    """Returns the path of a leaf, ``0/layers/1/kernel``; an NNX Variable's without ``/value``."""
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")

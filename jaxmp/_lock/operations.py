@@ -1,8 +1,8 @@
-"""What a lock says of an equation: the kind of operation, and its dtypes in words.
+"""The entry of an equation in a lock: the kind of operation, and its dtypes in words.
 
-Primitives differ from one JAX to the next, and so does how many of them a function is made of. So
-a lock counts what is written out (products, casts, collectives) and says of all else, by kind, in
-which dtypes there is any.
+The primitives that a function consists of, and their number, change from one JAX to the next. So
+a lock counts what is written out (products, casts, collectives), and of all other operations
+records only the dtypes that occur, by kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRODUCTS = {
 CASTS, COLLECTIVES, SAVED, SUMS = "casts", "collectives", "saved", "sums"
 COUNTED = frozenset({*PRODUCTS.values(), CASTS, COLLECTIVES})
 
-# By what JAX's functions are called, where a primitive is called otherwise.
+# Primitive → the name of the JAX function that binds it.
 _COLLECTIVES = {
     **{name: name for name in (*flagged(Flag.HANDING_ON), "psum", "pmax", "pmin", "all_gather")},
     "ragged_all_to_all": "all_to_all",
@@ -44,7 +44,7 @@ _ARITHMETIC = of_kind("follow") - flagged(Flag.MOVING | Flag.JOINING)
 
 
 def of_equation(eqn: JaxprEqn, place: AuditPlace) -> tuple[str, str] | None:
-    """The kind of an equation, and what it does in words; None for what no lock tells.
+    """Returns the kind of an equation, and what it does in words; None if a lock omits it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,7 +78,7 @@ def of_equation(eqn: JaxprEqn, place: AuditPlace) -> tuple[str, str] | None:
 
 
 def count(eqn: JaxprEqn) -> int:
-    """How often it does that: a collective of several arrays is as many."""
+    """Returns how many operations an equation counts as: a collective, one per floating operand."""
     if eqn.primitive.name not in _COLLECTIVES:
         return 1
     return sum(_is_float(dtype_of(v)) for v in eqn.invars)
@@ -93,7 +93,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _precision(eqn: JaxprEqn) -> str:
-    """What the program says of how a product is computed, the dtype of its sums among it."""
+    """Returns the precision, or the preset with its accumulation dtype, that a product asks for."""
     asked = precision(eqn)
     several = asked if isinstance(asked, tuple) else (asked,)
     names = dict.fromkeys(str(getattr(p, "name", p)) for p in several if p is not None)
@@ -101,7 +101,7 @@ def _precision(eqn: JaxprEqn) -> str:
 
 
 def _reason(eqn: JaxprEqn, place: AuditPlace) -> str:
-    """Why a product is float32, where a policy or the author says so."""
+    """Returns why a product is float32, in parentheses, if a policy or the author asks for it."""
     if "float32" not in map(str, map(dtype_of, eqn.invars[:2])):
         return ""
     region = place.region if place.region is not None and place.region.low is None else None

@@ -1,4 +1,4 @@
-"""Paths that differ in the numbers of layers, in one: ``Block_{0-11}/Dense_{0,2}``, and back."""
+"""Patterns for paths that differ only in layer numbers: ``Block_{0-11}/Dense_{0,2}``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BRACES = re.compile(r"\{(\d[\d,-]*)\}")
 
 
 def compressed(paths: Iterable[str]) -> list[str]:
-    """Some paths as few patterns, sorted.
+    """Compresses paths into a few patterns that stand for exactly these paths, sorted.
 
     Example:
       >>> compressed(["h_0/q", "h_1/q", "h_2/q", "h_10/q", "out"])
@@ -31,7 +31,7 @@ def compressed(paths: Iterable[str]) -> list[str]:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """The paths of a pattern.
+    """Yields the paths that a pattern stands for.
 
     Example:
       >>> list(expanded("h_{0-1}/q_{2,4}"))
@@ -43,12 +43,12 @@ def expanded(pattern: str) -> Iterator[str]:
 
 
 def natural(path: str) -> list[tuple[bool, int, str]]:
-    """A key to sort paths by: ``h_2`` before ``h_10``."""
+    """Returns a sort key that puts ``h_2`` before ``h_10``."""
     return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in re.split(r"(\d+)", path)]
 
 
 def _boxes(numbers: set[tuple[int, ...]]) -> Iterator[tuple[str, ...]]:
-    """Tuples of numbers as products of ranges: those whose first number has the same others."""
+    """Yields products of ranges that cover the tuples: merges first numbers with equal rests."""
     if numbers == {()}:
         yield ()
         return
@@ -64,7 +64,7 @@ def _boxes(numbers: set[tuple[int, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 def _range(numbers: list[int]) -> str:
-    """Sorted numbers in words: ``3``, ``{0-2,10}``."""
+    """Formats sorted numbers: ``3``, ``{0-2,10}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []

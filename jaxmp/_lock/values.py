@@ -1,8 +1,9 @@
-"""Follows values through a program: which module made one, in which pass, and its parameter.
+"""Follows values through a program: the module that computes each, the pass, and the parameter.
 
-Equations in a Linen module carry its path, those of a plain function or of an NNX module none. Such
-a product is named by the parameter it reads, and the product of its gradient by what it shares with
-it: the other operand. Behind the backward pass a value has the module that its gradient is of.
+Equations in a Linen module carry the module's path; those in a plain function or an NNX module do
+not. A product without a path is named after the parameter it reads, and the product that computes
+the parameter's gradient after the operand that the two share. After the backward pass, a value
+belongs to the module whose gradient it is computed from.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.source import in_scope
 
-# What gives its first operand, or parts of it, in some dtype and layout.
+# Primitives that return their first operand, or parts of it, in some dtype and layout.
 _SAME = flagged(Flag.MOVING | Flag.CROSSING | Flag.IN_PARTS) - flagged(Flag.JOINING)
 _SAME = (_SAME | {"convert_element_type", "name", "stop_gradient"}) - {"gather", "stack"}
-# What JAX calls a function of its own, `jnp.einsum`'s by its subscripts, is not a module.
+# Scopes that JAX names after its own functions, `jnp.einsum`'s by its subscripts: not modules.
 _FUNCTION = re.compile(r"->|\(")
 
 GIVEN, FORWARD, BACKWARD, UPDATE = range(4)
@@ -38,14 +39,14 @@ PASSES = ("forward", "forward", "backward", "update")
 
 
 class LockValue(NamedTuple):
-    """What is known of a value.
+    """The facts about a value.
 
     Attributes:
-      stage: the pass it is computed in; GIVEN if it is an argument, but for moves and casts.
-      module: the path of the module that made it.
-      parameter: the argument that it is, but for moves and casts.
-      token: the same for all that is one value, but for moves and casts; None if unknown.
-      fixed: whether it is made of literals alone.
+      stage: the pass it is computed in; GIVEN for an argument, also one that was moved or cast.
+      module: the path of the module that computes it.
+      parameter: the path of the argument that it is, possibly moved or cast; else empty.
+      token: identifies the value; moved and cast copies have the same one. None if unknown.
+      fixed: whether it is computed from literals alone.
     """
 
     stage: int = GIVEN
@@ -57,10 +58,10 @@ class LockValue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LockPlace(AuditPlace):
-    """Where an equation stands.
+    """The place of an equation, and whether it is differentiated.
 
     Attributes:
-      differentiated: whether it is in the forward pass of what is differentiated.
+      differentiated: whether it is in the forward pass of a differentiated function.
     """
 
     differentiated: bool = False
@@ -77,7 +78,7 @@ _LITERAL = LockValue(fixed=True)
 
 
 class Seen(NamedTuple):
-    """An equation, where it stands, what is known of its operands, and the module it belongs to."""
+    """An equation, its place, the facts about its operands, its pass and its module."""
 
     eqn: JaxprEqn
     place: LockPlace
@@ -87,19 +88,19 @@ class Seen(NamedTuple):
 
 
 class Follower:
-    """Follows the values of a program; `visit` is called of each equation not looked inside."""
+    """A walk that follows values; calls `visit` for each equation that is not higher-order."""
 
     def __init__(self, visit: Callable[[Seen], None]) -> None:
         self._visit = visit
         self._tokens = itertools.count()
-        # Of a value that products read: what those of the forward pass are named by, and the
-        # shapes of their parameters.
+        # Token of a value → the parameters that name the products of the forward pass that read
+        # it → the sorted shape of each parameter.
         self._readers: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
 
     def run(
         self, jaxpr: Any, known: Sequence[LockValue], around: LockPlace, *, silent: bool = False
     ) -> list[LockValue]:
-        """What is known of the results of a jaxpr, of whose operands `known` is."""
+        """Returns the facts about the results of a jaxpr, given those about its operands."""
         opened = closed(jaxpr).jaxpr
         env = dict(zip(opened.invars, map(self._with_token, known), strict=True))
 
@@ -129,7 +130,7 @@ class Follower:
         self, eqn: JaxprEqn, known: list[LockValue], place: LockPlace, *, silent: bool
     ) -> list[LockValue]:
         name, stage, main = eqn.primitive.name, _stage(known, place), _main(eqn, known)
-        first = stage == FORWARD or place.again  # or what is computed once more
+        first = stage == FORWARD or place.again  # or rematerialized
         module = place.path or (self._product(eqn, known, first) if name in LOW else "")
         module = module or (main.parameter if first else main.module)
         fixed = all(value.fixed for value in known) and not has_effects(eqn)
@@ -141,7 +142,8 @@ class Follower:
             out = LockValue(max(stage, FORWARD), module, fixed=fixed)
         if not silent:
             self._visit(Seen(eqn, place, known, stage, module))
-        # A scatter has a jaxpr, too: how it adds two numbers. A kernel has products in its own.
+        # Looks into the jaxpr of a kernel, which has products, but not into that of a scatter,
+        # which adds two numbers.
         for jaxpr in jaxprs_run(eqn) if contracts(eqn) and name not in LOW else ():
             given = [LockValue(stage)] * len(closed(jaxpr).jaxpr.invars)
             self.run(jaxpr, given, place.unknown(eqn), silent=silent)
@@ -151,7 +153,7 @@ class Follower:
         return value if value.token is not None else value._replace(token=next(self._tokens))
 
     def _product(self, eqn: JaxprEqn, known: list[LockValue], first: bool) -> str:  # noqa: FBT001
-        """What a product without a path is named by: its parameter."""
+        """Returns the path of the parameter that a product reads, or whose gradient it computes."""
         named = [(v, shape_of(x)) for v, x in zip(known, eqn.invars, strict=False) if v.parameter]
         if named:
             # Of two arguments, the one that is deeper in its tree, or comes first.
@@ -176,7 +178,7 @@ def _stage(known: Sequence[LockValue], place: LockPlace) -> int:
 
 
 def _main(eqn: JaxprEqn, known: Sequence[LockValue]) -> LockValue:
-    """The largest operand, the first of several."""
+    """Returns the largest operand, the first of several; of those with a module, if any has one."""
     pairs = zip(known, eqn.invars, strict=True)
     sized = [(math.prod(getattr(v.aval, "shape", ())), value) for value, v in pairs]
     named = [pair for pair in sized if pair[1].module] or sized
@@ -184,7 +186,7 @@ def _main(eqn: JaxprEqn, known: Sequence[LockValue]) -> LockValue:
 
 
 def _either(a: LockValue, b: LockValue) -> LockValue:
-    """What is known of a value that is one of two."""
+    """Joins the facts about a value that is one of two."""
     return LockValue(
         stage=max(a.stage, b.stage),
         module=a.module if a.module == b.module else "",
@@ -195,7 +197,7 @@ def _either(a: LockValue, b: LockValue) -> LockValue:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The path that all of some paths are inside of."""
+    """Returns the longest path that contains all of `paths`."""
     split = [path.split("/") for path in paths]
     same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False))
     return "/".join(parts[0] for parts in same)

@@ -1,4 +1,4 @@
-"""What a function that is measured is called with, and whether it returns a loss."""
+"""The arguments of a function to measure, and whether it returns a loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp._jaxprs.trace import is_array, trace
 
 
 def check_arguments(args: Sequence[Any], argnums: int | Sequence[int]) -> list[int]:
-    """Those arguments that are differentiated, counted from 0, if all of them can be run with."""
+    """Checks that arguments are arrays; returns the indices of those that are differentiated."""
     check_sizes("capture", args, {})
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -50,7 +50,7 @@ def check_positional(misplaced: Sequence[Any], right_form: str) -> None:
 
 
 def mismatch(fn: Callable[..., Any], *args: Any) -> str:
-    """Why a function cannot be called with so many arguments; empty if it can, as far as it says.
+    """Returns why a function's signature does not take the arguments; empty if it does.
 
     Example:
       >>> mismatch(lambda x: x, 1), mismatch(lambda x: x, 1, 2)
@@ -58,7 +58,7 @@ def mismatch(fn: Callable[..., Any], *args: Any) -> str:
     """
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of some callables there is none
+    except (TypeError, ValueError):  # some callables have none
         return ""
     try:
         signature.bind(*args)
@@ -68,7 +68,7 @@ def mismatch(fn: Callable[..., Any], *args: Any) -> str:
 
 
 def returns_aux(fn: Callable[..., Any], args: Any) -> bool | None:
-    """Whether a loss function returns more than the loss; None if it returns no loss."""
+    """Returns whether a loss function returns more than the loss; None if it returns no loss."""
     traced = trace(fn, args, {})
     out = jax.tree.unflatten(
         traced.tree, [v.aval for v in compat.closed(traced.jaxpr).jaxpr.outvars]
@@ -86,7 +86,7 @@ def _is_loss(out: Any) -> bool:
 
 
 def labels_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """What to call each array of a call, and which argument it is in."""
+    """Returns the name of each array of a call, and the index of the argument that it is in."""
     try:
         names = list(inspect.signature(fn).bind(*args).arguments)
     except (TypeError, ValueError):

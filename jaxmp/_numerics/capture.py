@@ -1,4 +1,4 @@
-"""One run of a program, forward and backward, with everything measured that it computes."""
+"""`capture`: one run of a program, forward and backward, that measures all of its values."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from jaxmp.policy import PolicyLike, get_policy, single_policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture(Record, Readings):
-    """What a run of a program computed: a `Record` of it, and its results.
+    """A measured run of a program: a `Record` of it, and its results.
 
     Attributes:
-      measured_results: what the measured program returned: of a loss, it and its gradients. XLA may
-        fuse a program that is measured otherwise, so that last bits differ from `results`.
+      measured_results: the results of the measured program: of a loss, it and its gradients. XLA
+        may fuse a measured program differently, so that last bits differ from `results`.
     """
 
     measured_results: Any = None
@@ -50,21 +50,21 @@ class Capture(Record, Readings):
 
     @functools.cached_property
     def results(self) -> Any:
-        """What the program returns when nothing is measured: it is run again for that."""
+        """The results of the program when nothing is measured, for which it runs once more."""
         if self._unmeasured is None:
             raise ValueError("results: a loaded capture has no results; capture the program again")
         return self._unmeasured()
 
     def origins(self) -> list[Origin]:
-        """The operations that made what is not finite in the results, in the order they ran."""
+        """Returns the operations that made the results non-finite, in the order they ran."""
         return self._walk().of_results()
 
     def all_origins(self) -> list[Origin]:
-        """Those of everything that is not finite, also of what no result is made of."""
+        """Returns the origins of all non-finite values, also of those that no result depends on."""
         return self._walk().everywhere()
 
     def runs(self) -> tuple[Record, ...]:
-        """Itself."""
+        """Returns the run itself."""
         return (self,)
 
     def _walk(self) -> Walk:
@@ -76,11 +76,11 @@ class Prepared:
     """A program, ready to be run and measured.
 
     Attributes:
-      policy: in words.
+      policy: the policy, in words.
       program: its sites.
-      call: the program, traced, and the arrays that it is called with.
-      measured: the names of the sites of which all is measured; of others, what is not finite.
-      loss_scale: what the loss is multiplied by.
+      call: the traced program, and the arrays that it is called with.
+      measured: the names of the sites that are measured fully; others, for non-finite values only.
+      loss_scale: the factor that the loss is multiplied by.
       twins: as for `capture`.
       wide: as for `capture`.
       limit: as for `capture`.
@@ -96,7 +96,7 @@ class Prepared:
     limit: int
 
     def run(self, progress: Callable[[str], Any] | None = None) -> Capture:
-        """Runs it."""
+        """Compiles and runs the measured program."""
         step = self.step()
         measured = step.out_info[1]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(measured))
@@ -123,7 +123,7 @@ class Prepared:
         )
 
     def step(self) -> Any:
-        """What runs, traced: it gives the program's results, and what `read_out` reads."""
+        """Traces the measured program, which returns its results and the input of `read_out`."""
         probe = Probe(
             whole=self.measured.__contains__,
             returned=self._returned().__contains__,
@@ -133,14 +133,14 @@ class Prepared:
         return jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)).trace(*self.call.arrays)
 
     def compiled(self, traced: Any) -> Any:
-        """What was traced, compiled: on a CPU fast, and not to be fast, for it runs once."""
+        """Compiles a traced program; on a CPU without optimizations, since it runs only once."""
         # Operations whose results are all returned gain nothing by being fused.
         options = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
         on_cpu = jax.default_backend() == "cpu"
         return traced.lower().compile(compiler_options=options if on_cpu else None)
 
     def _returned(self) -> frozenset[str]:
-        """The sites whose values are returned: the smallest, up to half of the limit."""
+        """Returns the sites whose values are returned: the smallest, up to half of the limit."""
         sizes = {name: self._size_of(self.program.sites[name]) for name in self.measured}
         smallest = sorted(sizes, key=sizes.__getitem__)
         totals = itertools.accumulate(sizes[name] for name in smallest)
@@ -148,7 +148,7 @@ class Prepared:
         return frozenset(name for name, total in pairs if total <= self.limit // 2)
 
     def _largest(self) -> str:
-        """The modules in which most is measured."""
+        """Describes the modules with the most bytes to measure."""
         sizes: Counter[str] = Counter()
         for name in self.measured:
             site = self.program.sites[name]
@@ -157,13 +157,13 @@ class Prepared:
         return ", ".join(f"{path or 'no module'} ({size / 2**20:.1f} MiB)" for path, size in most)
 
     def _size_of(self, site: Site) -> int:
-        """How many bytes a site's values take up, and what they would be in float32."""
+        """Returns the bytes of a site's values, and of their float32 twins."""
         low = np.dtype(site.dtype) in LOW
         twin = 4 * low * self.twins
         return site.elements * (4 if self.wide and low else np.dtype(site.dtype).itemsize + twin)
 
     def results(self) -> Any:
-        """What the program returns when nothing is measured."""
+        """Runs the program without measurements."""
         probe = Probe(whole=frozenset().__contains__, looks=False, wide=self.wide)
         step = jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)[0])
         return self.call.rebuild(step(*self.call.arrays))
@@ -182,7 +182,7 @@ def prepare(
     twins: bool = True,
     limit: int = 2**30,
 ) -> Prepared:
-    """Traces what `capture` runs; its arguments are explained there."""
+    """Traces the program that `capture` runs; the arguments are explained there."""
     check_callable("capture", fn)
     chosen_args = check_arguments(args, argnums)
     program = on_scoped_copies(fn)
@@ -230,7 +230,7 @@ def prepare(
 
 
 def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-    """`fn`, the cotangent of whose loss stands in the scope `SEED`, in moves that cost nothing."""
+    """Returns `fn` with the cotangent of its loss in the scope `SEED`, in reshapes without cost."""
 
     @jax.custom_vjp
     def seed(loss: Any) -> Any:
@@ -265,37 +265,37 @@ def capture(
 ) -> Callable[..., Capture]:
     """Runs a program once under a policy, and measures every number that it computes.
 
-    A loss, a function that returns one number or `(loss, aux)`, is differentiated: forward and
-    backward are measured. Anything else, such as a whole training step, runs as it is. What is
-    measured are further results of the one compiled program, through jit, scan (per iteration),
-    while, cond, remat, vmap, shard_map and functions with derivative rules of their own: values,
-    which are measured on the host, and, of those that would take up more than half of `limit`,
-    measurements.
+    A loss, which is a function that returns one number or `(loss, aux)`, is differentiated: its
+    forward and backward pass are measured. Anything else, such as a whole training step, runs as
+    written. Measured values are extra results of the one compiled program, through jit, scan (per
+    iteration), while, cond, remat, vmap, shard_map and custom derivative rules: the values
+    themselves, measured on the host, or only their measurements, if the values would take up more
+    than half of `limit`.
 
     Args:
-      fn: a function, a bound method of an NNX module, or one of modules. Not a Linen module: its
-        `apply`.
-      policy: as for `autocast`; None: the program as it is.
+      fn: a function, a bound method of an NNX module, or a function of modules. For a Linen module,
+        its `apply`.
+      policy: as for `autocast`; None: the program as written.
       argnums: which argument is differentiated, and holds the parameters; several: a sequence.
-      grad: whether to differentiate. By default where `fn` returns a loss.
-      loss_scale: what the loss is multiplied by before it is differentiated: a power of two.
+      grad: whether to differentiate. By default, if `fn` returns a loss.
+      loss_scale: the factor of the loss before it is differentiated: a power of two.
       wide: whether to compute in float32 wherever the policy says 16 bits: the same operations, and
-        what they would have to hold.
+        the values that they would have to hold.
       sites: a pattern of module paths, as in a `PolicyMap`: `**` stands for any modules, also none.
-        What it does not match is looked at for values that are not finite, and no more.
+        Other sites are only checked for non-finite values.
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
-        to tell what rounding cost.
-      limit: how many bytes the program may return besides its results. A larger one compiles
-        faster, where values are large.
-      progress: is called with a line on how much is measured, before it is compiled and run.
+        to measure their rounding errors.
+      limit: the bytes that the program may return besides its results. If values are large, a
+        higher limit compiles faster.
+      progress: called with a line on how much is measured, before the program is compiled and run.
 
     Returns:
-      A function with the arguments of `fn` (arrays, pytrees, NNX modules) that returns what was
-      measured, and what the program returned.
+      A function with the arguments of `fn` (arrays, pytrees, NNX modules) that returns a `Capture`:
+      the measurements, and the results of the program.
 
     Raises:
-      ValueError: if `sites` matches nothing, nothing is a floating number, `argnums` is out of
-        range, or more would be measured than `limit`.
+      ValueError: if `sites` matches nothing, there are no floating-point arrays, `argnums` is out
+        of range, or the measurements would exceed `limit`.
       TypeError: if `fn` is not callable, or an argument is a shape instead of an array.
 
     Example:
@@ -323,7 +323,7 @@ def capture(
 
 
 def _said(policy: Any, program: SurveyedProgram) -> str:
-    """A policy in words; of a program as it is, which may be a wrapped module's, its dtypes."""
+    """Describes a policy; without one, as for a wrapped module, the dtypes of the program."""
     if policy is not None:
         return str(get_policy(policy))
     return f"as written, in {', '.join(sorted({site.dtype for site in program.sites.values()}))}"

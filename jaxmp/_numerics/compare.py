@@ -1,4 +1,4 @@
-"""Two runs, site by site: what each has alone, how far their numbers differ, and where first."""
+"""Compares two runs site by site: unmatched sites, differences, and the first divergence."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from jaxmp._numerics.survey import Refs, Site, SurveyedProgram, running_order
 from jaxmp._screen import listed, markdown, one_a_place, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
-# there, for each time that the number of operations that lead there doubles. Roundings average out:
-# over the hundreds of operations of a transformer's forward and backward pass, bfloat16 against
-# float16 and against float32 moved it by up to 0.6 units of bfloat16.
+# there, times the binary logarithm of the number of operations that lead there. Roundings average
+# out: over the hundreds of operations of a transformer's forward and backward pass, bfloat16
+# against float16 and against float32 moved it by up to 0.6 units of bfloat16.
 _UNITS = 4.0
-# And by no more than this, however long the program; so may the largest magnitude, which is one
-# element of many: a tie that rounding makes or breaks doubles a count.
+# It may differ by no more than this, however long the program; so may the largest magnitude, which
+# is one element of many: a tie that rounding makes or breaks doubles a count.
 _MOST = 0.5
-# The share of zeros may differ by this, or by what a magnitude may.
+# The share of zeros may differ by this, or by as much as a root mean square.
 _SHARE = 0.02
 _SUMS = flagged(Flag.SUMMING)
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Where two runs differ by more than rounding.
+    """A difference between two runs that rounding does not explain.
 
     Attributes:
       pair: the site in both.
-      iteration: of the loops around it, outermost first, counted from 0; empty where it is in none,
-        or in loops that are not as long in both.
-      what: what differs: "not finite", "zeros" (their share), "rms" (the root mean square), "amax",
-        or "runs": it is in a branch that one of them did not take.
-      this: that in the one run; of what is not finite, 1.
-      other: that in the other.
-      allowed: how far they may differ for rounding.
+      iteration: of the loops around it, outermost first, counted from 0; empty if there are none,
+        or if their lengths differ.
+      what: the number that differs: "not finite", "zeros" (their share), "rms" (the root mean
+        square), "amax", or "runs": only one run took the branch that it is in.
+      this: its value in this run; of "not finite", 1 if it is not.
+      other: its value in the other run.
+      allowed: the difference that rounding explains.
     """
 
     pair: Pair
@@ -54,7 +54,7 @@ class Divergence:
     allowed: float
 
     def __str__(self) -> str:
-        """One line."""
+        """Describes the divergence in one line."""
         when = f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else ""
         if self.what == "not finite":
             return f"{self.pair}{when}: not finite {'here' if self.this else 'there'}"
@@ -68,7 +68,7 @@ class Divergence:
 
 
 class _Numbers(NamedTuple):
-    """What is compared of one iteration; NaN where it is not known."""
+    """The numbers of one iteration that are compared; NaN where unknown."""
 
     bad: bool
     largest: float
@@ -81,11 +81,11 @@ class Pair:
     """A site of both runs. Relative differences are of the greater of two magnitudes.
 
     Attributes:
-      this: the one run's, in the dtype in which it ran.
-      other: the other's.
-      allowed: how far rounding may move a magnitude, relatively.
-      scale: of a sum, what its root mean square would be were its terms independent: what rounding
-        errors of the terms are relative to, where they cancel. Else 0.
+      this: the site in this run, with the dtype in which it ran.
+      other: the site in the other run.
+      allowed: the relative difference of a magnitude that rounding explains.
+      scale: of a sum, the root mean square that it would have if its terms were independent: the
+        terms' rounding errors are relative to this where they cancel. Else 0.
     """
 
     this: Measured
@@ -95,12 +95,12 @@ class Pair:
 
     @functools.cached_property
     def totals(self) -> tuple[Statistics, Statistics]:
-        """What was measured of both, over all iterations of the loops around them."""
+        """The statistics of both, over all iterations of the loops around them."""
         return self.this.statistics.joined(), self.other.statistics.joined()
 
     @property
     def is_whole(self) -> bool:
-        """Whether more is known of both than what is not finite."""
+        """Whether both were measured fully, not only for non-finite values."""
         return self.this.statistics.is_whole and self.other.statistics.is_whole
 
     @property
@@ -115,24 +115,24 @@ class Pair:
 
     @property
     def mean_square(self) -> float:
-        """The relative difference of the mean square; NaN where it is not known."""
+        """The relative difference of the mean square; NaN if it is unknown."""
         if not self.is_whole:
             return math.nan
         return _relative(*(float(of.mean_square) for of in self.totals))
 
     @property
     def dtypes(self) -> str:
-        """The dtype, or both where they are not the same."""
+        """The dtype, or both dtypes if they differ."""
         a, b = self.this.site.dtype, self.other.site.dtype
         return a if a == b else f"{a}, {b}"
 
     def __str__(self) -> str:
-        """The site in one line."""
+        """Describes the site in one line."""
         return str(dataclasses.replace(self.this.site, dtype=self.dtypes))
 
     @functools.cached_property
     def divergences(self) -> tuple[Divergence, ...]:
-        """Where it differs by more than rounding, in the order of the iterations."""
+        """The differences that rounding does not explain, in the order of the iterations."""
         runs = [float(of.runs) for of in self.totals] if self.is_whole else [1.0, 1.0]
         if bool(runs[0]) != bool(runs[1]):  # a branch that one of them did not take
             return (Divergence(self, (), "runs", runs[0], runs[1], 0.0),)
@@ -145,12 +145,12 @@ class Pair:
         return tuple(divergence for divergence in found if divergence is not None)
 
     def _judged(self, at: tuple[int, ...], a: _Numbers, b: _Numbers) -> Divergence | None:
-        """The gravest difference, if it is more than rounding."""
+        """Returns the gravest difference, if rounding does not explain it."""
         if a.bad or b.bad:
             if a.bad and b.bad:
                 return None
             return Divergence(self, at, "not finite", float(a.bad), float(b.bad), 0.0)
-        if self.this.site.op == "add_any":  # in which order gradients are added, no one promises
+        if self.this.site.op == "add_any":  # gradients are added in no defined order
             return None
         allowed = max(self.allowed, _SHARE)
         if abs(a.zeros - b.zeros) > allowed:
@@ -163,7 +163,7 @@ class Pair:
         return None
 
     def _is_beyond(self, allowed: float, a: float, b: float) -> bool:
-        """Whether two magnitudes differ by more than that, of a sum's terms if it is one."""
+        """Returns whether magnitudes differ by over `allowed`, relative to them or to `scale`."""
         return abs(a - b) > allowed * max(a, b, self.scale)
 
 
@@ -177,7 +177,7 @@ class Comparison:
       pairs: the sites of both, in the order in which they run in this one.
       only_this: the sites that the other run lacks.
       only_other: those that this one lacks.
-      faults: what made results of either that are not finite, as far as that was asked.
+      faults: the lines on the faults of each run, if it was diagnosed.
     """
 
     this: Record
@@ -189,7 +189,7 @@ class Comparison:
 
     @functools.cached_property
     def first(self) -> Divergence | None:
-        """The first divergence in the order of execution; None if rounding explains all."""
+        """The first divergence in the order of execution; None if rounding explains everything."""
         order = running_order(self.this.program.sites)
 
         def when(divergence: Divergence) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class Comparison:
         return min(found, key=when, default=None)
 
     def __str__(self) -> str:
-        """The runs, the first divergence, the largest differences, and what has no counterpart."""
+        """Returns the runs, the first divergence, the largest differences, and unmatched sites."""
         mixed = sum(pair.this.site.dtype != pair.other.site.dtype for pair in self.pairs)
         diverged = [pair for pair in self.pairs if pair.divergences]
         if not self.pairs:
@@ -228,7 +228,7 @@ class Comparison:
         return "\n".join([*lines, f"{'all of it':13} .to_markdown(), .to_dict()"])
 
     def to_dict(self) -> dict[str, Any]:
-        """What was compared as plain data, for JSON: what is not finite is None."""
+        """Returns the comparison as plain data, for JSON: numbers that are not finite are None."""
         data: dict[str, Any] = plain(
             {
                 "this": self.this.title,
@@ -242,7 +242,7 @@ class Comparison:
         return data
 
     def to_markdown(self) -> str:
-        """What it prints, and a table of all sites of both runs, in Markdown."""
+        """Returns the printed text, and a table of all sites of both runs, in Markdown."""
         names = ("amax", "mean_square", "zeros", "error")
         rows = [["site", *(f"{name} {run}" for name in names for run in ("here", "there")), ""]]
         for pair in self.pairs:
@@ -281,10 +281,10 @@ def compare(
 
 
 class _Facts(NamedTuple):
-    """What is known of a site of a run.
+    """The facts about a site that bound its rounding error.
 
-    One unit in the last place of the coarsest dtype up to there, how many sites follow from one
-    another up to it, itself included, and of a sum the root of the sum of the squares of its terms,
+    One unit in the last place of the coarsest dtype up to there, the length of the longest chain of
+    sites up to it, itself included, and of a sum the root of the sum of the squares of its terms,
     for each result.
     """
 
@@ -310,7 +310,7 @@ def _facts(run: Record) -> dict[str, _Facts]:
 
 
 def _before(program: SurveyedProgram, refs: Refs) -> Iterator[str]:
-    """The sites that are read, but for those of the iteration before."""
+    """Yields the sites that are read, apart from those of the iteration before."""
     for ref in refs:
         if ref in program.carries:
             yield from _before(program, program.carries[ref].start)
@@ -319,7 +319,7 @@ def _before(program: SurveyedProgram, refs: Refs) -> Iterator[str]:
 
 
 def _numbers(of: Statistics, at: tuple[int, ...]) -> _Numbers:
-    """What is compared of an iteration, or of what is in no loop."""
+    """Returns the numbers to compare of an iteration, or of a site outside of loops."""
     return _Numbers(
         bool(of.is_nonfinite[at]),
         float(of.largest[at]),
@@ -329,7 +329,7 @@ def _numbers(of: Statistics, at: tuple[int, ...]) -> _Numbers:
 
 
 def share(of: Statistics, what: str) -> float:
-    """The share of what was counted of a site; NaN where nothing was."""
+    """Returns a count of a site as a share of its sample; NaN if nothing was sampled."""
     if not of.is_whole or not of.sampled:
         return math.nan
     return float(getattr(of, what) / of.sampled)

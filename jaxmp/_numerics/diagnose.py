@@ -1,4 +1,4 @@
-"""Where a policy's numbers leave their format, and which operation made what is not a number."""
+"""`diagnose`: where values leave their format under a policy, and which operations made NaN."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from jaxmp._numerics.survey import Site
 from jaxmp._screen import listed, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
-# Of values: beyond this share, a loss is worth a line.
+# If more than this share of values, or of a norm, is lost, it is worth a line.
 _MUCH = 0.01
-# Of the scale in `dynamic_loss_scale`, by default.
+# The default bounds of the scale in `dynamic_loss_scale`.
 _BOUNDS = 1.0, 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation that made what is not finite out of finite numbers.
+    """An operation that made a non-finite value from finite ones.
 
     Attributes:
-      site: the operation, or the argument that came in so.
+      site: the operation, or the argument that was not finite.
       iteration: of the loops around it, outermost first, counted from 0.
       kind: "overflow" (beyond the range of its dtype), "nan", "infinity" or "argument".
-      everywhere: whether the same operation does it in float32, too: then no loss scale and no
-        wider format of this operation mends it.
-      reaches: whether results are not finite for it.
-      why: in words.
-      of: of a conversion, the operation whose result it converts.
+      everywhere: whether the same operation does so in float32, too: then no loss scale and no
+        wider format of this operation helps.
+      reaches: whether results are not finite because of it.
+      why: the reason, in words.
+      of: the operation whose result it converts, if it is a conversion.
     """
 
     site: Site
@@ -52,7 +52,7 @@ class Fault:
     of: Site | None = None
 
     def __str__(self) -> str:
-        """One line."""
+        """Describes the fault in one line."""
         direction = "backward" if self.site.backward else "forward"
         when = f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else ""
         place = self.site.where or "no module"
@@ -67,11 +67,11 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class NumericsReport(Readings):
-    """What `diagnose` found. Print it.
+    """The report of `diagnose`. Print it.
 
     Attributes:
-      run: what was measured under it.
-      wide: what the same operations compute in float32.
+      run: the measured run under the policy.
+      wide: that of the same operations in float32.
     """
 
     run: Capture
@@ -79,17 +79,17 @@ class NumericsReport(Readings):
 
     @property
     def policy(self) -> str:
-        """Under which policy it ran."""
+        """The policy that it ran under."""
         return self.run.policy
 
     @functools.cached_property
     def faults(self) -> tuple[Fault, ...]:
-        """What made results that are not finite, in the order in which it ran."""
+        """The operations that made results non-finite, in the order in which they ran."""
         return tuple(self._fault(origin, reaches=True) for origin in self.run.origins())
 
     @functools.cached_property
     def contained(self) -> tuple[Fault, ...]:
-        """What made values that are not finite and that no result is made of."""
+        """The operations that made non-finite values on which no result depends."""
         known = {(o.site.name, o.at) for o in self.run.origins()}
         return tuple(
             self._fault(origin, reaches=False)
@@ -99,14 +99,14 @@ class NumericsReport(Readings):
 
     @property
     def first(self) -> Fault | None:
-        """The first of the faults."""
+        """The first of the faults; None if there is none."""
         return self.faults[0] if self.faults else None
 
     @functools.cached_property
     def predicted(self) -> tuple[Site, ...]:
         """The operations whose results in float32 are beyond the dtype that the policy gives them.
 
-        From the float32 run alone; those that read such a result are not among them.
+        From the float32 run alone, and without operations that read such a result.
         """
         beyond = {
             m.site.name: m.site
@@ -137,8 +137,8 @@ class NumericsReport(Readings):
     def init_scale(self) -> float | None:
         """A loss scale for `dynamic_loss_scale` to begin with; None if gradients overflow at 1.
 
-        A sixteenth of the largest, for other batches have larger gradients, or more where gradients
-        need it; within the bounds that the scaler has by default.
+        A sixteenth of the largest, since other batches have larger gradients, or more if gradients
+        need it; within the default bounds of the scaler.
         """
         if self.largest_loss_scale < _BOUNDS[0]:
             return None
@@ -147,9 +147,9 @@ class NumericsReport(Readings):
 
     @functools.cached_property
     def underflows(self) -> tuple[tuple[Site, float], ...]:
-        """The operations that made 0 of more than 1 % of what is not 0 in float32: most first.
+        """The operations that made 0 of more than 1 % of the values that are not 0 in float32.
 
-        With the share, in this one step: of its operands as they are.
+        With the share in this one step, for its operands as they were; the largest first.
         """
         found = []
         for m in self._whole():
@@ -159,9 +159,9 @@ class NumericsReport(Readings):
 
     @functools.cached_property
     def errors(self) -> tuple[tuple[Site, float], ...]:
-        """The operations whose rounding cost more than four units in the last place: most first.
+        """The operations with a rounding error of more than four units in the last place.
 
-        With the relative error, in this one step.
+        With the relative error in this one step; the largest first.
         """
         found = ((m.site, float(m.statistics.joined().error)) for m in self._whole())
         return _most_first(
@@ -171,7 +171,7 @@ class NumericsReport(Readings):
         )
 
     def __str__(self) -> str:
-        """The report: on a screen; operations of modules of one kind are one line."""
+        """Returns the report, for a screen; operations of modules of one kind are one line."""
         faults, contained = (
             one_a_place((str(f).removesuffix(f": {f.why}"), str(f)) for f in several)
             for several in (self.faults, self.contained)
@@ -198,15 +198,15 @@ class NumericsReport(Readings):
         return "\n".join(lines)
 
     def runs(self) -> tuple[Record, ...]:
-        """Both runs."""
+        """Returns both runs."""
         return self.run, self.wide
 
     def fault_lines(self) -> tuple[str, ...]:
-        """The faults, a line for each."""
+        """Returns a line for each of the faults."""
         return tuple(map(str, self.faults))
 
     def _room(self) -> str:
-        """With which loss scale to begin, and what is lost there, in words."""
+        """Describes the loss scale to begin with, and the underflow there."""
         forward = next((f for f in self.faults if not f.site.backward), None)
         said = ""
         if forward is not None:
@@ -232,9 +232,9 @@ class NumericsReport(Readings):
         return f"{said}{cost:.0%} of the norm of {site}: keep it in float32, or in bfloat16"
 
     def _lost(self, m: Measured, scale: float) -> tuple[float, float]:
-        """Returns the share of a gradient that becomes 0 at a loss scale, and of its norm.
+        """Returns the shares of a gradient's values and of its norm that underflow at a loss scale.
 
-        By octaves, in float32. What is below the normal range is rounded by up to half a step.
+        By octaves, in float32. Values below the normal range are rounded by up to half a step.
         """
         counts = np.asarray(m.statistics.joined().octaves, np.float64)
         info = jnp.finfo(m.site.dtype)
@@ -248,18 +248,18 @@ class NumericsReport(Readings):
         return float(zeros), float(np.sqrt(np.sum(counts * lost**2) / norm))
 
     def _gradients(self) -> list[Measured]:
-        """What the float32 run measured of gradients that the policy computes in 16 bits."""
+        """Returns the float32 measurements of gradients that the policy computes in 16 bits."""
         gradients = [
             m
             for m in self._wide()
             if m.site.backward and m.site.dtype in ("float16", "bfloat16")
             and m.statistics.is_whole
         ]  # fmt: skip
-        # Of a program that differentiates itself it is not known which are multiples of the loss.
+        # If the program itself differentiates, multiples of the loss are unknown: take all.
         return [m for m in gradients if m.site.scaled] or gradients
 
     def _wide(self) -> list[Measured]:
-        """The sites in the dtypes of the policy, with what they compute in float32."""
+        """Returns the sites in the dtypes of the policy, with their statistics in float32."""
         return [
             Measured(site, self.wide.sites[name].statistics)
             for name, site in self.run.program.sites.items()
@@ -281,7 +281,7 @@ class NumericsReport(Readings):
     def _kind(
         self, origin: Origin, wide: Statistics, at: tuple[int, ...], *, everywhere: bool
     ) -> tuple[str, str]:
-        """The kind of a fault, and what it is in words."""
+        """Returns the kind of a fault, and its reason in words."""
         site = origin.site
         if site.op == "argument":
             return "argument", "the input is not finite"
@@ -314,25 +314,25 @@ def diagnose(
     The program runs twice, measured: under the policy, and with the same operations in float32. A
     loss is differentiated. The report tells
 
-    * the first operation that made what is not finite in a result, forward or backward, with its
-      module, line and iteration, and whether float32 does the same;
-    * what would overflow, from the float32 run alone;
-    * where values became 0, and what rounding cost, operation by operation;
-    * with which loss scale to begin, and what underflows at it.
+    * the first operation that made a result non-finite, forward or backward, with its module, line
+      and iteration, and whether float32 does the same;
+    * the operations that would overflow, from the float32 run alone;
+    * the share of values that became 0, and the rounding error, operation by operation;
+    * the loss scale to begin with, and the underflow at it.
 
     Args:
       fn: as for `jaxmp.numerics.capture`, as are `argnums`, `grad`, `loss_scale`, `sites` and
         `progress`.
-      policy: as for `autocast`; None: the program as it is, wrapped modules and all.
+      policy: as for `autocast`; None: the program as written, with its wrapped modules.
       argnums: which argument is differentiated.
       grad: whether to differentiate.
-      loss_scale: what the loss is multiplied by.
+      loss_scale: the factor of the loss.
       sites: a pattern of module paths.
-      progress: is called with a line of text before what takes a while, which is compiling:
-        `print`, for example.
+      progress: called with a line of text before each slow step, which is compiling: `print`, for
+        example.
 
     Returns:
-      A function of the arguments of `fn` that gives the report.
+      A function of the arguments of `fn` that returns the report.
 
     Raises:
       ValueError: if the policy is unknown, or `sites` matches nothing.
@@ -351,7 +351,7 @@ def diagnose(
     """
     check_progress("diagnose", progress)
     if policy is not None:
-        single_policy("diagnose", policy)  # it is refused here, not at the first call
+        single_policy("diagnose", policy)  # raises here, not at the first call
     check_callable("diagnose", fn)
 
     @functools.wraps(fn)
@@ -370,7 +370,7 @@ def diagnose(
 
 
 def _is_beyond(site: Site, largest: float) -> bool:
-    """Whether a magnitude becomes infinite in the dtype of a site."""
+    """Returns whether a magnitude becomes infinite in the dtype of a site."""
     if site.dtype not in ("float16", "bfloat16"):
         return False
     with np.errstate(over="ignore"):
@@ -378,7 +378,7 @@ def _is_beyond(site: Site, largest: float) -> bool:
 
 
 def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
-    """In how many of the values, in words; empty if none of the sample is one."""
+    """Describes the share of values that overflowed; empty if none of the sample did."""
     if not of.is_whole or not of.overflowed[at]:
         return ""
     return f", in {of.overflowed[at] / of.twins[at]:.2g} of its values"

@@ -1,4 +1,4 @@
-"""What a format would make of numbers whose magnitudes were counted: what it loses, and how much.
+"""Scores of number formats, from counted magnitudes: the values lost, and the rounding error.
 
 Sources: IEEE 754 (float16), https://arxiv.org/abs/2209.05433 (E4M3, E5M2), the OCP microscaling
 formats (blocks of 32 that share a power of two), NVFP4 (blocks of 16 of E2M1 that share an E4M3).
@@ -17,12 +17,12 @@ from jaxmp.formats import ALL_FORMATS, Format
 
 
 class ScaledFormat(NamedTuple):
-    """A number format, and what shares a scale in it.
+    """A number format, and the group of numbers that share a scale in it.
 
     Attributes:
-      name: what it is called.
+      name: its name.
       format: the format of the scaled numbers.
-      scaled: what shares a scale that puts the largest on the format's largest: "" (no scale),
+      scaled: the group whose scale maps its largest number to the format's largest: "" (no scale),
         "tensor" or one of `statistics.GROUPS`.
     """
 
@@ -49,7 +49,7 @@ formats = (
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a format would make of an array.
+    """The effect of a format on an array.
 
     Attributes:
       lost: the share of values other than 0 that would be 0.
@@ -64,7 +64,7 @@ class Score:
 
 
 def score(of: Statistics, form: ScaledFormat) -> Score:
-    """Scores a format from what was measured of an array, over all iterations."""
+    """Scores a format from the statistics of an array, over all iterations."""
     of, fmt = of.joined(), form.format
     if form.scaled in ("", "tensor"):
         counts = np.float64(of.octaves)
@@ -91,13 +91,13 @@ def score(of: Statistics, form: ScaledFormat) -> Score:
     return Score(float((counts * gone).sum() / total), beyond, error)
 
 
-# Where in an octave magnitudes lie; and where against the largest of their group.
+# Sample points of magnitudes in an octave; and around an octave below the largest of their group.
 _WITHIN = np.array([1.125, 1.375, 1.625, 1.875])
 _AROUND = 2.0 ** np.array([-0.375, -0.125, 0.125, 0.375])
 
 
 def _beyond(of: Statistics, fmt: Format, counts: Any) -> float:
-    """The share of values that a format without a scale cannot hold."""
+    """Returns the share of values that a format without a scale cannot hold."""
     top = math.floor(math.log2(fmt.largest)) + BIAS
     share = counts[top + 1 :].sum() / max(counts.sum(), 1)
     half_ulp = 2.0 ** (math.floor(math.log2(fmt.largest)) - fmt.fraction_bits) / 2

@@ -1,4 +1,4 @@
-"""Which operation of one program is which of another."""
+"""Matches the operations of one program with those of another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from jaxmp._numerics.record import Measured
 from jaxmp._numerics.survey import Site
 
-# What two sites must agree in that are not matched as below, the strictest first: an operation may
-# have moved, lines move between commits, and batches may have other sizes.
+# The keys in which two sites must agree that `aligned` left over, the strictest first: an operation
+# may have moved, lines move between commits, and batches may have other sizes.
 _KEYS: tuple[Callable[[Site], Hashable], ...] = (
     lambda s: (s.path, s.op, s.backward, s.line, s.shape),
     lambda s: (s.path, s.op, s.backward, s.line),
@@ -22,11 +22,11 @@ _KEYS: tuple[Callable[[Site], Hashable], ...] = (
 def matched(
     this: Mapping[str, Measured], other: Mapping[str, Measured]
 ) -> Iterator[tuple[str, str]]:
-    """The names of sites in both.
+    """Yields the two names of each site that is in both programs.
 
-    Of a module's line, forward or backward, the operations are laid side by side so that as many as
-    may be are the same: another policy adds some in between. Of what is left over, the nth is the
-    nth, where as many are left in both.
+    The operations of a module's line, forward or backward, are aligned so that as many as possible
+    are the same: another policy adds some in between. Of those left over, the nth is matched with
+    the nth, if equally many are left in both.
     """
     left = [{name: one.site for name, one in run.items()} for run in (this, other)]
     for strictness, key in enumerate((_place, *_KEYS)):
@@ -53,7 +53,7 @@ def _place(site: Site) -> Hashable:
 
 
 def aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[tuple[Site, Site]]:
-    """Two sequences of sites side by side, where they are the same operations."""
+    """Aligns two sequences of sites; returns the pairs of equal operations and shapes."""
     a, b = ([(site.op, site.shape) for site in some] for some in (sites, others))
     if a == b:
         return list(zip(sites, others, strict=True))

@@ -1,4 +1,4 @@
-"""A run's numbers, kept in the optimizer's state: norms, underflow, where it overflowed."""
+"""`monitor`: statistics of gradients in the optimizer's state: norms, underflow, overflow."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jaxmp.tree import select
 
 
 class MonitorState(NamedTuple):
-    """The state of `monitor`, strongly typed arrays all of them. `read_monitor` reads it.
+    """The state of `monitor`, whose arrays are strongly typed. `read_monitor` reads it.
 
     Attributes:
-      step_count: int32[], steps so far, those that a scaler skipped included.
-      nonfinite_count: int32[], how many of them had a gradient that was not finite.
+      step_count: int32[], steps so far, including those that a scaler skipped.
+      nonfinite_count: int32[], the number of steps with a gradient that was not finite.
       nonfinite_step: int32[], the last of those, counted from 1; 0 if there was none.
       nonfinite_index: int32[], the first parameter whose gradient was not finite in that step.
       statistics_step: int32[], the step that `statistics` is of, likewise.
       statistics: float32[modules] each: norms, shares of underflow and of zeros.
-      paths: The names of the parameters, which are a part of the structure, and no leaf.
-      inner_state: The state of the transformation inside.
+      paths: The paths of the parameters, which are a part of the structure, not a leaf.
+      inner_state: The state of the inner transformation.
     """
 
     step_count: jax.Array
@@ -47,38 +47,38 @@ def monitor(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps statistics of a training run in the optimizer's state, and changes nothing else.
 
-    The updates are `inner`'s, to the bit, and so is its state. Next to it the state has, on the
+    The updates are `inner`'s, to the bit, and so is its state. `monitor` adds to the state, on the
     device and without ever waiting for it,
 
-    * which parameter first (in the order of the tree) had a gradient that was not finite in the
-      last step with such gradients, and which step that was: of every step;
-    * of one step in `every`: the norm of the gradients, of each top-level module and in
+    * in every step: the first parameter (in the order of the tree) with a non-finite gradient in
+      the last step with such gradients, and the number of that step;
+    * in one step of `every`: the norm of the gradients, of each top-level module and in
       all; the share of *underflow*, of elements that are not 0, but would be 0 or subnormal in
       float16 at the scale of their loss; and the share of exact zeros. Zeros are rows
-      that no token looked up, units that are off, and whatever had underflowed before: in
+      that no token looked up, units that are off, and values that had underflowed before: in
       gradients that arrive in 16 bits, or in float16 cotangents on the way to them.
 
     `jaxmp.numerics.read_monitor(opt_state)` makes a dict of numbers for any logger. A rising share
-    of underflow or of zeros says that the loss scale is too small; the parameter says where to look
-    when it does not stop falling.
+    of underflow or of zeros means that the loss scale is too small; if the scale does not stop
+    falling, look at the parameter.
 
     It goes *around* a loss scaler, whose scale it reads, and may be around or inside anything else:
     `jaxmp.master_weights`, `optax.chain`, `optax.MultiSteps` (it then sees the averages).
-    Inside a scaler it would see no step that is skipped, and no scale; `read_monitor` refuses it.
-    A step that is skipped moves `step_count` and the three fields about it, which say that it
-    happened; the statistics stay those of the last step that was measured.
+    Inside a scaler it would see neither skipped steps nor the scale; `read_monitor` raises for it.
+    A skipped step updates `step_count` and the three fields on non-finite gradients; the statistics
+    stay those of the last step that was measured.
 
-    The sums over a gradient are made in every step, and kept in one of `every`: XLA makes them in
-    passes that there are anyway, and branches would cost more. That holds under `jax.vmap` too,
+    The sums over a gradient are computed in every step, and kept in one of `every`: XLA computes
+    them in passes that exist anyway, and branches would cost more. That holds under `jax.vmap` too,
     where there are no branches. Sharded gradients are summed over all devices; under
     `jax.shard_map`, those that JAX knows to differ between devices count as parts of one array.
-    Where it does not know, with `check_vma=False` or `jax.pmap`, norms are root mean squares over
-    the devices, which is right where all have the same gradients.
+    If it does not know, with `check_vma=False` or `jax.pmap`, norms are root mean squares over
+    the devices, which is right if all have the same gradients.
 
     Args:
       inner: The optimizer, with its loss scaler if it has one.
-      every: How many steps apart those are whose statistics are kept, from the first on. One that
-        is skipped is made up for by the next.
+      every: The number of steps between those whose statistics are kept, from the first on. If one
+        is skipped, the next takes its place.
 
     Returns:
       A transformation whose state is a `MonitorState`.
@@ -144,10 +144,10 @@ def monitor(
 
 
 def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
-    """Reads what `monitor` keeps as a flat dict of numbers, which any logger takes.
+    """Reads the statistics of `monitor` as a flat dict of numbers, which any logger takes.
 
     Call it on the host now and then, outside jit: it waits for the state to be computed. With
-    TensorBoard, for instance, by way of tensorboardX (or `clu.metric_writers`, whose
+    TensorBoard, for instance, through tensorboardX (or `clu.metric_writers`, whose
     `write_scalars(step, numbers)` takes them at once):
 
         if step % 100 == 0:
@@ -163,7 +163,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
     Returns:
       The same names every time. Steps are counted from 1, and 0 stands for none.
 
-      * ``step_count``, ``nonfinite_count``: steps so far, and those of which some gradient was not
+      * ``step_count``, ``nonfinite_count``: steps so far, and those with a gradient that was not
         finite; ``nonfinite_step``, ``nonfinite_parameter``: the last of these, and the path of the
         first such parameter in it, empty if there was none.
       * ``loss_scale``, ``skipped_count``: the scaler's; 1 and 0 without one.
@@ -222,7 +222,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
 def _next_state(
     state: MonitorState, every: int, first: jax.Array, statistics: MonitorStatistics
 ) -> MonitorState:
-    """What a step leaves; `first` is the index of the first parameter where it is not finite."""
+    """Returns the state after a step; `first` is the index of the first non-finite gradient."""
     step = optax.safe_increment(state.step_count)
     finite = first == len(state.paths.paths)
     due = (state.statistics_step == 0) | (step - state.statistics_step >= np.int32(every))

@@ -1,4 +1,4 @@
-"""What `monitor` measures of gradients, and the names that it measures them under."""
+"""The statistics of `monitor`, and the paths of the parameters that they are of."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SMALLEST_NORMAL: Final = 2.0**-14  # of float16
 
 
 class MonitorStatistics(NamedTuple):
-    """What is measured of the gradients of one step.
+    """The statistics of the gradients of one step.
 
     Attributes:
       grad_norm: float32[modules], the Euclidean norm of the gradients.
-      underflow: float32[modules], the share of elements that are not 0, but at the scale that the
-        gradients were made with are 0 or subnormal in float16.
+      underflow: float32[modules], the share of elements that are not 0, but would be 0 or subnormal
+        in float16 at the loss scale that the gradients were computed with.
       zeros: float32[modules], the share of elements that are exactly 0.
     """
 
@@ -40,10 +40,10 @@ class MonitorStatistics(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Paths:
-    """The paths of parameters: a part of a state's structure, which costs no buffers.
+    """The paths of parameters: a static part of a state's structure, without buffers.
 
-    No paths equal any others: `optax.tree_utils.tree_map_params` compares a state with that of no
-    parameters. (Arrays of the state then differ in shape.)
+    Empty paths are equal to any others: `optax.tree_utils.tree_map_params` compares a state with
+    that of no parameters. (Arrays of the state then differ in shape.)
 
     Attributes:
       paths: one for each parameter, in the order of the tree: ``("Dense_0", "kernel")``. The box or
@@ -58,7 +58,7 @@ class Paths:
 
     @classmethod
     def of(cls, params: Any) -> Paths:
-        """Those of parameters."""
+        """Returns the paths of a pytree of parameters."""
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
         nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_boxed)
         return cls(tuple(_keys(path) for path, _ in nodes))
@@ -73,12 +73,12 @@ class Paths:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """For each parameter its name; a leading ``params``, a collection of Linen's, dropped."""
+        """The name of each parameter, without a leading ``params``, Linen's collection."""
         return tuple("/".join(_shown(path)) for path in self.paths)
 
     @property
     def tops(self) -> tuple[str, ...]:
-        """For each parameter the name of its top-level module."""
+        """The name of each parameter's top-level module."""
         return tuple(_shown(path)[0] for path in self.paths)
 
     @property
@@ -87,14 +87,14 @@ class Paths:
         return tuple(dict.fromkeys(self.tops))
 
 
-# Nothing of it is in a checkpoint of Flax's; it is what it was in the state that is restored into.
+# Checkpoints of Flax do not store it: a restored state has that of the state restored into.
 serialization.register_serialization_state(
     Paths, ty_to_state_dict=lambda _: {}, ty_from_state_dict=lambda paths, _: paths
 )
 
 
 class MonitoredLeaf(NamedTuple):
-    """A gradient: where it is in its tree, and of what parameter."""
+    """A gradient: its path in the tree, the index of its parameter, and the array."""
 
     path: tuple[Any, ...]
     parameter: int
@@ -102,10 +102,10 @@ class MonitoredLeaf(NamedTuple):
 
 
 def leaves_of(grads: Any, paths: Paths) -> list[MonitoredLeaf]:
-    """The gradients, each with its parameter.
+    """Returns the gradients, each with its parameter.
 
     Raises:
-      ValueError: If one is not of a parameter that there is.
+      ValueError: If the parameter of one does not exist.
     """
     index = {path: i for i, path in enumerate(paths.paths)}
     found = []
@@ -122,15 +122,15 @@ def leaves_of(grads: Any, paths: Paths) -> list[MonitoredLeaf]:
 def measure(
     leaves: Sequence[MonitoredLeaf], paths: Paths, scale: jax.Array | None, step_count: jax.Array
 ) -> tuple[jax.Array, MonitorStatistics]:
-    """Measures gradients.
+    """Measures gradients: their statistics, and the first that is not finite.
 
     Every number is a float32 sum over one gradient, as the scaler's own test is, so XLA computes
     all of them in one pass. (On TPU that is the pass that writes the gradient. Sums of integers are
     passes of their own; so is a `lax.cond` around the sums, taken or not, because a branch reads
     gradients as float32 arrays, which are otherwise never written.)
 
-    Returns int32[], the index of the first parameter whose gradient is not finite, or how many
-    there are; and the statistics. Devices over which `step_count` differs keep to themselves.
+    Returns int32[], the index of the first parameter whose gradient is not finite, or the number of
+    parameters; and the statistics. Devices between which `step_count` differs are kept apart.
     """
     known, own = _varying(leaf.array for leaf in leaves), _varying([step_count])
     # Where JAX does not say what differs (jax.pmap, check_vma=False), devices must agree as well.
@@ -152,7 +152,7 @@ def measure(
         parts = _sums(leaf.array, scale)
         if axes := _sorted(_varying([leaf.array]) - own):  # the devices have parts of one array
             parts = lax.psum(parts, axes)
-        elif unknown:  # right where all have the same
+        elif unknown:  # right if all have the same gradients
             parts = lax.pmean(parts, unknown)
         name = tops[leaf.parameter]
         totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
@@ -168,7 +168,7 @@ def measure(
 
 
 def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
-    """Of a gradient: the sum of squares, how many elements are lost in float16, how many are 0."""
+    """Returns a gradient's sum of squares, and its counts of float16 underflow and of zeros."""
     grad = jnp.asarray(grad)
     size = jnp.abs(grad.astype(jnp.float32) if grad.dtype.itemsize < 4 else grad)
     smallest = np.float32(_SMALLEST_NORMAL) / (np.float32(1) if scale is None else scale)
@@ -181,13 +181,13 @@ def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
 
 
 def _is_measured(leaf: MonitoredLeaf) -> bool:
-    # What Flax's float8 layers overwrite are new scales, and no gradients.
+    # The overwrites of Flax's float8 layers are new scales, not gradients.
     inexact = jnp.issubdtype(jnp.result_type(leaf.array), jnp.inexact)
     return bool(inexact) and not is_overwrite(leaf.path)
 
 
 def _varying(arrays: Iterable[Any]) -> frozenset[Any]:
-    """The mapped axes that JAX knows some of the arrays to differ along."""
+    """Returns the mapped axes along which JAX knows some of the arrays to differ."""
     return frozenset(axis for array in arrays for axis in varying_axes(jax.typeof(array)))
 
 
@@ -200,7 +200,7 @@ def _is_boxed(node: Any) -> bool:
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The entries of a path as strings, whether they are keys, attributes or positions."""
+    """Returns the entries of a path as strings, whether they are keys, attributes or positions."""
     names = ("key", "name", "idx")
     return tuple(str(next(getattr(e, n) for n in names if hasattr(e, n))) for e in path)
 

@@ -1,4 +1,4 @@
-"""Goes back from what is not finite to the operations that made it so, of finite operands."""
+"""Traces non-finite values back to the operations that made them from finite operands."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ At = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """An operation that made what is not finite, in one iteration.
+    """An operation that made a non-finite value, in one iteration.
 
     Attributes:
-      site: which.
+      site: the operation.
       at: the iterations of the loops that it is in, counted in the order in which they run.
       nan: whether it made NaN; else an infinity.
-      of_infinities: whether it made NaN of infinities that the program has on purpose, such as the
-        mask of a softmax.
+      of_infinities: whether it made NaN from infinities that the program has on purpose, such as
+        the mask of a softmax.
     """
 
     site: Site
@@ -42,7 +42,7 @@ class Origin:
 
 
 class Walk:
-    """Finds origins among the sites of a program, from what was measured of them."""
+    """A search for origins among the sites of a program, given their statistics."""
 
     def __init__(self, program: SurveyedProgram, measured: Mapping[str, Statistics]) -> None:
         self._program = program
@@ -50,7 +50,7 @@ class Walk:
         self._when = running_order(program.sites)
 
     def of_results(self) -> list[Origin]:
-        """The origins of what is not finite in the program's results, in the order they ran."""
+        """Returns the origins of non-finite values in the results, in the order they ran."""
         return self._origins(
             (name, at, nan)
             for refs in self._program.results
@@ -59,7 +59,7 @@ class Walk:
         )
 
     def everywhere(self) -> list[Origin]:
-        """Those of all sites, also of what nothing reads."""
+        """Returns the origins of all sites' non-finite values, also of those that nothing reads."""
         return self._origins(
             (name, at, nan)
             for name in self._program.sites
@@ -68,7 +68,7 @@ class Walk:
         )
 
     def _origins(self, bad_sites: Iterable[tuple[str, At, bool]]) -> list[Origin]:
-        """The origins of what is not finite at sites in iterations: NaN, or infinities."""
+        """Returns the origins of non-finite values, each a site, an iteration, and whether NaN."""
         found: list[Origin] = []
         seen: set[tuple[str, At, bool]] = set()
         waiting = list(bad_sites)
@@ -93,7 +93,7 @@ class Walk:
         return sorted(found, key=lambda o: self._when(o.site, o.at))
 
     def _on_purpose(self, bad: tuple[str, At]) -> bool:
-        """Whether an infinity was written in the program, and moved or chosen since."""
+        """Returns whether an infinity was written in the program, and moved or chosen since."""
         waiting, seen = [bad], set()
         while waiting:
             name, at = waiting.pop()
@@ -110,7 +110,7 @@ class Walk:
     def _bad(
         self, refs: Refs, reader: Site | None, at: At, *, nan: bool
     ) -> Iterator[tuple[str, At]]:
-        """Those of what a site reads in an iteration that are not finite, and in which."""
+        """Yields the non-finite sites that a site reads in an iteration, with their iterations."""
         loops = reader.loops if reader else ()
         waiting = [(ref, loops, at) for ref in refs]
         passed: set[tuple[str, At]] = set()
@@ -131,7 +131,7 @@ class Walk:
             if carry.loop is None:
                 waiting += [(r, inside, at) for r in (*carry.start, *carry.back)]
                 continue
-            if carry.loop not in inside:  # asked for from outside: what it ends with
+            if carry.loop not in inside:  # read from outside the loop: its final value
                 waiting += [(r, inside, at) for r in (*carry.back, *carry.start)]
                 continue
             depth = inside.index(carry.loop)
@@ -142,12 +142,12 @@ class Walk:
                 waiting += [(r, inside[:depth], at[:depth]) for r in carry.start]
 
     def _iterations(self, name: str, start: At, *, nan: bool) -> list[At]:
-        """The iterations in which a site is not finite, in the order in which they ran."""
+        """Returns the iterations in which a site is not finite, in the order in which they ran."""
         measured = self._measured[name]
         flags = measured.is_nan if nan else measured.is_infinite
         return [(*start, *map(int, at)) for at in np.argwhere(np.asarray(flags)[start])]
 
 
 def _shared(a: tuple[Loop, ...], b: tuple[Loop, ...]) -> int:
-    """How many loops two places are in together."""
+    """Returns the number of loops that two places have in common."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))  # noqa: B905

@@ -1,4 +1,4 @@
-"""Pictures: magnitudes in formats' ranges, where they became 0, the loss scale, `tune`, `validate`.
+"""Pictures of magnitudes in formats' ranges, underflow, the loss scale, `tune` and `validate`.
 
 The first two are after figures 2 and 3 of https://arxiv.org/abs/1710.03740.
 """
@@ -31,14 +31,14 @@ _COLORS = {
 _PALE = "#93c5fd"
 _POLICIES = (_RED, _BLUE, _GREEN, "#7e22ce", "#0f766e", "#a16207", "#44403c")
 _WIDTHS = (2.4, 1.6, 1.2, 1.0)
-# How many modules fit in a picture: of underflow, of what `tune` found; and how long their names.
+# The most modules in a picture: of underflow, of `tune`; and the length of their names.
 _MODULES, _TUNED, _NAME = 40, 25, 44
 
 Curve = np.ndarray[Any, Any]
 
 
 def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
-    """Draws how the magnitudes of each kind are spread. See `Readings.plot_exponents`."""
+    """Draws the distribution of each kind's magnitudes. See `Readings.plot_exponents`."""
     if isinstance(kinds, str):
         raise TypeError(f"plot_exponents: kinds must be a sequence, as in kinds=[{kinds!r}]")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -92,7 +92,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
 
 
 def _draw_ranges(ax: Any, limits: tuple[int, int]) -> None:
-    """A bar for each format: from its smallest number to its largest."""
+    """Draws a bar for each format, from its smallest number to its largest."""
     for i, name in enumerate(_FORMATS):
         info = jnp.finfo(name)
         bottom, normal, top = (
@@ -111,9 +111,9 @@ def _draw_ranges(ax: Any, limits: tuple[int, int]) -> None:
 
 
 def _counted(sites: Iterable[Measured]) -> tuple[Any, float, int]:
-    """How many magnitudes lie in each octave, the share of 0, of how many sites.
+    """Returns the number of magnitudes in each octave, the share of zeros, and the number of sites.
 
-    Each site counts as its array is large; a sample of it was counted.
+    Each site is weighted by the size of its array, of which only a sample was counted.
     """
     counts = np.zeros(OCTAVES)
     zeros = sampled = 0.0
@@ -129,7 +129,7 @@ def _counted(sites: Iterable[Measured]) -> tuple[Any, float, int]:
 
 
 def plot_underflow(of: Record, path: Path | str) -> None:
-    """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
+    """Draws the share of each module's values that became 0. See `Readings.plot_underflow`."""
     lost: Counter[tuple[str, bool]] = Counter()
     known: Counter[tuple[str, bool]] = Counter()
     for m in of.sites.values():
@@ -181,13 +181,12 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
     """Draws the loss scale over the steps of a training run, and where steps were skipped.
 
     Args:
-      history: what `jaxmp.numerics.read_monitor` returned, in the order of the steps, every so many
-        of them; or the loss scale of each step.
-      path: where the picture is written; its ending says the format.
+      history: results of `jaxmp.numerics.read_monitor`, in the order of the steps, every so many of
+        them; or the loss scale of each step.
+      path: the file of the picture; its suffix is the format.
 
     Raises:
-      ValueError: if there is nothing in the history, the steps do not rise, or a scale is not
-        positive.
+      ValueError: if the history is empty, the steps do not increase, or a scale is not positive.
       TypeError: if it holds neither dicts of `read_monitor` nor numbers.
       ImportError: without Matplotlib.
 
@@ -200,7 +199,7 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
     steps, scales, skipped = _read_history(list(history))
     figure = _figure("plot_scale", 8, 3)
     ax = figure.subplots()
-    # A reading is of the steps before it.
+    # Each result of `read_monitor` is of the steps before it.
     ax.step(steps, scales, where="pre", color=_BLUE, lw=1.4, marker="." * (len(steps) < 60))
     lost = [i for i, now in enumerate(skipped) if now > (skipped[i - 1] if i else 0)]
     title = "Loss scale"
@@ -219,7 +218,7 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
 
 
 def _read_history(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
-    """Steps, scales, and how many steps were skipped so far, if that is known."""
+    """Returns the steps, the scales, and the number of skipped steps so far, if known."""
     if not history:
         raise ValueError(
             "plot_scale: history is empty: keep what jaxmp.numerics.read_monitor returns"
@@ -263,7 +262,7 @@ def plot_tuned(tuned: Any, scored: Any, index: int, path: Path | str) -> None:
 
 
 def _draw_front(ax: Any, tuned: Any, scored: Any, index: int) -> None:
-    """Cost against error: of all assignments by their scores, and as measured."""
+    """Draws cost against error: of all assignments by their scores, and as measured."""
     front = scored.front
     measured = {i: v.error for i, v in scored.measured.items()}
     shown = _on_a_log([*front.errors, *measured.values(), tuned.budget])
@@ -282,7 +281,7 @@ def _draw_front(ax: Any, tuned: Any, scored: Any, index: int) -> None:
 
 
 def _draw_modules(ax: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
-    """What each candidate adds at each module, and which was chosen."""
+    """Draws the error of each candidate at each module, and which was chosen."""
     rows = np.arange(len(groups))
     chosen = [tuned.assignment["/".join(group.paths[0])] for group in groups]
     shown = _on_a_log([error for group in groups for error in group.errors[1:]])
@@ -300,7 +299,7 @@ def _draw_modules(ax: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
 
 
 def _on_a_log(errors: Iterable[float]) -> Callable[[Iterable[float]], list[float]]:
-    """From errors to where they are drawn: 0 and infinity at the ends of a logarithmic scale."""
+    """Returns a function that puts errors on a logarithmic scale: 0 and infinity at its ends."""
     positive = [e for e in errors if np.isfinite(e) and e > 0] or [1.0]
     low, high = min(positive) / 3, max(positive) * 3
     return lambda errors: [float(np.clip(error, low, high)) for error in errors]
@@ -344,7 +343,7 @@ def _draw_losses(ax: Any, report: Any, window: int) -> None:
 
 
 def _draw_differences(ax: Any, report: Any, window: int) -> None:
-    """Of the smoothed curves, in percent of float32's, compared with what chance makes."""
+    """Draws differences of the smoothed curves, in percent of float32's, and those by chance."""
     base = {run.seed: _smooth(_filled(run.losses), window) for run in report.reference_runs}
 
     def difference(run: Any) -> Curve:
@@ -361,7 +360,7 @@ def _draw_differences(ax: Any, report: Any, window: int) -> None:
         ax.axhline(y, color="#78716c", lw=1, ls=(0, (4, 3)))
     curves = [_mean(map(difference, result.runs)) for result in report.policies]
     peaks = [float(np.max(np.abs(c[np.isfinite(c)]), initial=0)) for c in curves]
-    # Those that fail may be anywhere.
+    # The scale does not follow policies that fail.
     seen = [p for r, p in zip(report.policies, peaks, strict=True) if r.verdict != "fails"]
     seen = [3 * limit, *(1.2 * p for p in (*seen, float(np.nanmax(np.abs(chance)))))]
     bound = max(value for value in seen if np.isfinite(value))
@@ -402,7 +401,7 @@ def _draw_scales(ax: Any, report: Any, _: int) -> None:
 
 
 def _scales(runs: Sequence[Any]) -> Curve:
-    """[seed, step], if there is a scale other than 1 in them."""
+    """Returns the loss scales, [seed, step]; an empty array if all of them are 1."""
     length = min(len(run.loss_scales) for run in runs)
     scales = np.array([run.loss_scales[:length] for run in runs])
     return scales if scales.size and (scales != 1).any() else np.zeros(0)
@@ -424,12 +423,12 @@ def _draw_band(ax: Any, curve: Curve, window: int, **style: Any) -> None:
 
 
 def _smooth(curve: Curve, window: int) -> Curve:
-    """The mean of so many values: shorter by one less."""
+    """Averages over a sliding window; the result is shorter by `window` - 1."""
     return np.asarray(np.convolve(curve, np.full(window, 1 / window), mode="valid"))
 
 
 def _filled(values: Sequence[float]) -> Curve:
-    """Without the gaps of skipped steps; what is never finite again stays so."""
+    """Interpolates the gaps of skipped steps; a curve that is never finite again stays NaN."""
     curve = np.asarray(values, float)
     finite = np.flatnonzero(np.isfinite(curve))
     if not len(finite):
@@ -440,14 +439,14 @@ def _filled(values: Sequence[float]) -> Curve:
 
 
 def _mean(curves: Any) -> Curve:
-    """Over seeds; as long as the shortest."""
+    """Averages curves over seeds, up to the length of the shortest."""
     arrays = [_filled(curve) for curve in curves]
     length = min(map(len, arrays))
     return np.asarray(np.mean([array[:length] for array in arrays], axis=0))
 
 
 def _figure(what: str, width: float, height: float) -> Any:
-    """A figure of Matplotlib's, which needs no display."""
+    """Returns a figure of Matplotlib, which needs no display."""
     try:
         figure_class = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
@@ -460,14 +459,14 @@ def _title(ax: Any, text: str) -> None:
 
 
 def _tidy(ax: Any, axis: str = "both") -> None:
-    """A grid behind what is drawn, and no frame around it."""
+    """Draws a grid behind the data, and hides the top and right spines."""
     ax.grid(axis=axis, alpha=0.3)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def _name_rows(ax: Any, names: Sequence[str]) -> None:
-    """Modules at their rows; of long paths the end."""
+    """Labels rows with their modules; of long paths, with the end."""
     ax.set_yticks(range(len(names)), [tail(name, _NAME) for name in names], fontsize=9)
 
 

@@ -1,6 +1,6 @@
-"""Runs a program and measures its sites, as it is or with float32 in the place of 16 bits.
+"""Runs a program and measures its sites, as written or with float32 instead of 16 bits.
 
-`Probe` gives further results of the program, arrays by name; `read_out` reads them.
+`Probe` adds extra results to the program, arrays by name; `read_out` makes statistics of them.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from jaxmp._numerics.survey import SurveyedProgram, is_measured, looked_into, si
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 _POLYMORPHIC = flagged(Flag.POLYMORPHIC)
 _DTYPES = ("new_dtype", "preferred_element_type")
-# Values are measured so many at once: calling NumPy for one takes longer than what it computes.
+# The number of values measured at once: for one, calling NumPy takes longer than its computation.
 _BATCH = 64
 
 
-# A site, its value, and what that would be in float32, if that is known.
+# A site, its value, and the same computed in float32, if known.
 _Seen = tuple[str, Any, Any]
 _ALONE = Join()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How a program is run; `twins` and `wide` are those of `capture`."""
+    """A way to run and measure a program; `twins` and `wide` are as for `capture`."""
 
-    whole: Callable[[str], bool]  # whether all is measured at a site; else what is not finite
-    returned: Callable[[str], bool] = lambda _: False  # whether its value is a further result
+    whole: Callable[[str], bool]  # whether a site is measured fully, or only for non-finite values
+    returned: Callable[[str], bool] = lambda _: False  # whether its value is an extra result
     twins: bool = True
     wide: bool = False
     looks: bool = True  # whether anything is measured
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
-        """The results of a program, and what was measured, or is to be: see `read_out`."""
+        """Runs a program; returns its results, and the extra results that `read_out` takes."""
         opened, consts = compat.closed(jaxpr)
         extras: Extras = {}
         seen: list[_Seen] = []
@@ -87,7 +87,7 @@ class Probe:
         return results, extras | self._kept(prefix, seen)
 
     def _kept(self, prefix: str, seen: Sequence[_Seen]) -> Extras:
-        """The extra results of a jaxpr: values, and what is measured of the others."""
+        """Returns the extra results of a jaxpr: values, and measurements of the other values."""
         extras: Extras = {}
         looks: list[Look] = []
         for site, value, twin in seen:
@@ -98,7 +98,7 @@ class Probe:
             extras[f"{site} value"] = Extra(value, _ALONE)
             if twin is not None:
                 extras[f"{site} twin"] = Extra(twin, _ALONE)
-        if extras:  # values do not say whether the branch that they are in ran
+        if extras:  # values do not show whether their branch ran
             extras[f"{prefix}runs"] = Extra(jnp.int32(1), JOINS.counts)
         if looks:
             whole = [one for one in looks if one.sample is not None]
@@ -110,7 +110,7 @@ class Probe:
         return extras
 
     def _as_run(self, atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """Arrays of a program: in float32 instead of 16 bits, if it runs so."""
+        """Returns arrays of a program; if it runs `wide`, in float32 instead of 16 bits."""
         return _widened(atoms, arrays) if self.wide else list(arrays)
 
     def _equation(
@@ -121,7 +121,7 @@ class Probe:
             # A loop of unknown length cannot stack the values of its iterations.
             probe = self if not inner[0].open_ended else replace(self, returned=lambda _: False)
             parts = [_part(probe, one.jaxpr, f"{name}.{k}/") for k, one in enumerate(inner)]
-            if inner[0].rule:  # it is not differentiated here
+            if inner[0].rule:  # its rule is not needed: nothing is differentiated here
                 return (*parts[0]((), *operands), [])
             return (*rebuild(eqn, operands, parts), [])
         results = in_float32(eqn, operands) if self.wide else None
@@ -141,12 +141,12 @@ class Probe:
 
 
 def _part(probe: Probe, jaxpr: Any, prefix: str) -> Threaded:
-    """A jaxpr inside an equation, measured in its place."""
+    """Returns a replacement for an inner jaxpr that measures it."""
     return lambda extra_in, *arrays: probe.run(jaxpr, arrays, prefix)  # noqa: ARG005
 
 
 def _unsharded(x: Any) -> Any:
-    """An array whose type says that it is sharded, whole on each device."""
+    """Replicates an array whose type has an explicit sharding on all devices."""
     return x if explicit_sharding(x) is None else jax.sharding.reshard(x, jax.P())
 
 
@@ -158,7 +158,7 @@ def _widened(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
 
 
 def in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
-    """The results of an op computed in float32 instead of 16 bits; None where nobody knows how."""
+    """Computes an equation in float32 instead of 16 bits; None if its primitive cannot run so."""
     if eqn.primitive.name not in _POLYMORPHIC:
         return None
     wide = _widened(eqn.invars, operands)
@@ -173,7 +173,7 @@ def in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def as_written(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Operands in the dtypes in which an op was written to take them."""
+    """Converts operands back to the 16-bit dtypes that an equation was written for."""
     return [
         lax.convert_element_type(x, dtype) if (dtype := dtype_of(atom)) in LOW else x
         for atom, x in zip(eqn.invars, operands, strict=True)
@@ -187,17 +187,17 @@ def read_out(
 
     Args:
       program: the program that ran.
-      extras: its extra results: values, ``{site} value``, what they would be in float32,
-        ``{site} twin``, and how often their jaxpr ran, ``{jaxpr}runs``; of all other sites of a
-        jaxpr one array for each of the names of `Measurements`, ``{jaxpr}top`` and so on.
-      whole: whether all was measured at a site.
+      extras: its extra results: values, ``{site} value``, the same computed in float32, ``{site}
+        twin``, and how often their jaxpr ran, ``{jaxpr}runs``; for all other sites of a jaxpr, one
+        array for each of the names of `Measurements`, ``{jaxpr}top`` and so on.
+      whole: returns whether a site was measured fully.
     """
     found = dict(_of_values(extras)) | dict(_of_others(program, extras, whole))
     return {name: unpack(site.size, found[name]) for name, site in program.sites.items()}
 
 
 def _of_values(extras: Mapping[str, Extra]) -> Iterator[tuple[str, Measurements]]:
-    """Measures the values that were returned."""
+    """Yields the measurements of the values that were returned."""
     names = [name.removesuffix(" value") for name in extras if name.endswith(" value")]
     for start in range(0, len(names), _BATCH):
         batch = names[start : start + _BATCH]
@@ -210,7 +210,7 @@ def _of_values(extras: Mapping[str, Extra]) -> Iterator[tuple[str, Measurements]
 
 
 def _look(value: Extra, twin: Extra | None) -> Look:
-    """Looks at the values of all iterations."""
+    """Samples the values of all iterations."""
     several = [np.asarray(extra.value) for extra in (value, twin) if extra is not None]
     leading = len(value.axes)
     n = math.prod(several[0].shape[:leading])
@@ -218,7 +218,7 @@ def _look(value: Extra, twin: Extra | None) -> Look:
 
 
 def _where_it_ran(arrays: Sequence[Any], runs: Any) -> list[Any]:
-    """What was measured, by iteration; where a branch was not taken, as of no value at all."""
+    """Returns measurements by iteration; where a branch was not taken, neutral ones."""
     several = []
     for array, how in zip(arrays, JOINS, strict=True):
         array = array.reshape((*runs.shape, *array.shape[1:]))
@@ -230,7 +230,7 @@ def _where_it_ran(arrays: Sequence[Any], runs: Any) -> list[Any]:
 def _of_others(
     program: SurveyedProgram, extras: Mapping[str, Extra], whole: Callable[[str], bool]
 ) -> Iterator[tuple[str, Measurements]]:
-    """What the program measured itself: of a jaxpr's sites together, in their order."""
+    """Yields the measurements that the program made itself, in one array for a jaxpr's sites."""
     looked, measured = Counter[str](), Counter[str]()
     for name in program.sites:
         if f"{name} value" in extras:
@@ -247,7 +247,7 @@ def _of_others(
 
 
 def _by_iteration(arrays: Sequence[Any], axes: Sequence[str]) -> Measurements:
-    """What was measured on all devices, by iteration in the order in which they ran."""
+    """Joins measurements over devices, and puts iterations into the order in which they ran."""
     order = tuple(slice(None, None, -1 if axis == "reversed scan" else 1) for axis in axes)
     ran = Measurements(*(array[order] for array in arrays))
     devices = tuple(i for i, axis in enumerate(axes) if axis == "devices")
@@ -255,5 +255,5 @@ def _by_iteration(arrays: Sequence[Any], axes: Sequence[str]) -> Measurements:
 
 
 def _jaxpr_of(site: str) -> str:
-    """The name of the jaxpr that a site is in."""
+    """Returns the name of the jaxpr that a site is in."""
     return site[: site.rfind("/") + 1]

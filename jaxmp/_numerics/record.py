@@ -1,4 +1,4 @@
-"""A run that was measured: its sites, and what was measured of each."""
+"""The record of a measured run: its sites, and the statistics of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxmp._numerics.survey import Site, SurveyedProgram
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A site, and what was measured of it.
+    """A site, and its statistics.
 
     Attributes:
       site: an operation of the program, or an argument; its dtype is the one that it ran in.
@@ -27,7 +27,7 @@ class Measured:
 def all_measured(
     program: SurveyedProgram, statistics: Mapping[str, Statistics], *, wide: bool
 ) -> dict[str, Measured]:
-    """What was measured of a program's sites, by name; if `wide`, in float32 instead of 16 bits."""
+    """Returns a program's sites with their statistics; if `wide`, as float32 instead of 16 bits."""
     found = {}
     for name, site in program.sites.items():
         if wide and site.dtype in ("bfloat16", "float16"):
@@ -38,17 +38,17 @@ def all_measured(
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What was measured of a run.
+    """A measured run of a program.
 
     Attributes:
-      policy: under which policy it ran.
-      program: what each site reads.
-      sites: what was measured, by name, in the order in which it ran.
-      bytes: of all that was measured.
-      loss_scale: what the loss was multiplied by.
+      policy: the policy that it ran under.
+      program: its sites, and what each reads.
+      sites: the measured sites, by name, in the order in which they ran.
+      bytes: the bytes of all measurements.
+      loss_scale: the factor that the loss was multiplied by.
       wide: whether it ran in float32 wherever the policy says 16 bits.
       backend: where it ran: "cpu", "gpu", "tpu".
-      jax_version: with which JAX.
+      jax_version: the version of JAX.
     """
 
     policy: str

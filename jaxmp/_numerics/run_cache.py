@@ -1,4 +1,4 @@
-"""Results in a folder: what identifies one, and how it is kept through kill -9."""
+"""A cache of results in a folder: keys that identify them, and writes that survive kill -9."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RunCache:
-    """Results of a tool in a folder, a file each, for what made them; without a folder, none.
+    """A cache of a tool's results in a folder, one file each; without a folder, always empty.
 
     Raises:
       ValueError: if the folder is a file.
@@ -37,7 +37,7 @@ class RunCache:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, made_by: Any, read: Callable[[Any], T]) -> T | None:
-        """The result of that name, if it is there and was made by the same."""
+        """Returns the result of a name, if it is there and has the same `made_by`; else None."""
         path = self._path(name, made_by)
         if path is None or not path.exists():
             return None
@@ -49,7 +49,7 @@ class RunCache:
             return None
 
     def put(self, name: str, made_by: Any, result: Any) -> None:
-        """Keeps a result: the whole of it, or what was there before, whatever happens meanwhile."""
+        """Writes a result atomically: if it is interrupted, the previous file stays as it was."""
         path = self._path(name, made_by)
         if path is None:
             return
@@ -65,12 +65,12 @@ class RunCache:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """A hash, of 16 digits."""
+    """Hashes byte strings to 16 hexadecimal digits."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def bytes_of(tree: Any) -> Iterator[bytes]:
-    """Yields the dtype and shape of each leaf, and what it holds."""
+    """Yields the dtype and shape of each leaf, and its contents."""
     for leaf in jax.tree.leaves(tree):
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
@@ -80,7 +80,7 @@ def bytes_of(tree: Any) -> Iterator[bytes]:
 
 
 def described(thing: Any) -> str:
-    """The `repr` of something, without addresses in memory.
+    """Returns the `repr` of an object, without addresses in memory.
 
     Example:
       >>> described(lambda: 1)
@@ -90,7 +90,7 @@ def described(thing: Any) -> str:
 
 
 def text_of(jaxpr: Any) -> Iterator[bytes]:
-    """Yields what a closed jaxpr says, the scopes in it included, and the constants in it."""
+    """Yields the text of a closed jaxpr, with name stacks, and the contents of its constants."""
     text = jaxpr.pretty_print(name_stack=True, use_color=False)
     yield re.sub(r" at 0x[0-9a-f]+", "", text).encode()
     yield from bytes_of(list(_constants(jaxpr)))

@@ -1,4 +1,4 @@
-"""Runs in files of NumPy's: what was measured as arrays, and the rest as JSON in one of them."""
+"""Files of measured runs, in NumPy's format: measurements as arrays, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _FIELDS = ("policy", "bytes", "loss_scale", "wide", "backend", "jax_version")
 
 
 def save(run: Readings, path: Path | str) -> None:
-    """Writes what was measured to a file, to be compared in another process.
+    """Writes the measurements of a run to a file, to compare them in another process.
 
-    It is NumPy's ``.npz``, whatever the path ends in: arrays of statistics, and as JSON the sites:
-    operations, module paths and lines. Nothing else of the program or its results is in it.
+    The format is NumPy's ``.npz``, whatever the path ends in: arrays of statistics, and as JSON the
+    sites: operations, module paths and lines. The file has nothing else of the program or its
+    results.
 
     Args:
-      run: what `jaxmp.diagnose` or `jaxmp.numerics.capture` returned.
-      path: where to.
+      run: the result of `jaxmp.diagnose` or `jaxmp.numerics.capture`.
+      path: the file.
 
     Raises:
-      TypeError: if `run` is none.
+      TypeError: if `run` is not such a result.
 
     Example:
       >>> import pathlib, tempfile
@@ -68,16 +69,16 @@ def save(run: Readings, path: Path | str) -> None:
 
 
 def load(path: Path | str) -> Capture | NumericsReport:
-    """Reads what `save` wrote.
+    """Reads a run that `save` wrote.
 
     Args:
-      path: where it is.
+      path: the file.
 
     Returns:
-      What was saved, but for what the program returned: print it, `compare` it, draw it.
+      The run, without the results of the program: print it, `compare` it, draw it.
 
     Raises:
-      ValueError: if the file is none of `save`'s, or of a version that is not known.
+      ValueError: if the file was not written by `save`, or its version is unknown.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -105,7 +106,7 @@ def load(path: Path | str) -> Capture | NumericsReport:
 
 
 def _rows(of_sites: Sequence[tuple[Any, Any]]) -> Any:
-    """Arrays of all sites in one: of each site a row for each of its iterations."""
+    """Concatenates arrays of all sites, with a row for each iteration of each site."""
     several = [x.reshape(np.size(top), -1) for top, x in of_sites if x is not None]
     return np.concatenate(several) if several else np.zeros((0, 0))
 

@@ -1,12 +1,12 @@
-"""What is kept of an array: extremes, counts, and how its magnitudes are spread.
+"""Statistics of an array: extremes, counts, and the distribution of its magnitudes.
 
-The largest magnitude, and whether everything is finite, is known of all elements; the rest of a
-sample: up to 16 pieces of 128 neighbors along the last axis, evenly spaced, four of a row where it
-is that long. Small arrays are their own sample.
+The largest magnitude, and whether all elements are finite, is computed from all elements; the rest
+from a sample: up to 16 pieces of 128 neighbors along the last axis, evenly spaced, four per row
+where it is that long. Small arrays are their own sample.
 
-Two libraries compute it, by the same lines: NumPy, of arrays that the program returned, and JAX,
-while the program runs, of what would be too large to return. XLA compiles each operation of each
-site: what it need not compile is not waited for.
+The same code runs in two libraries: NumPy, for arrays that the program returned, and JAX, inside
+the program, for arrays that would be too large to return. XLA compiles each operation of each site,
+which takes a while, so NumPy computes as much as possible.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FLOAT32 = np.dtype(np.float32)
 # field has it; bin 0 holds its subnormals.
 OCTAVES = 256
 BIAS = 127
-# How far a magnitude lies below the largest of its row or block, in octaves; the last bin holds
-# what is farther.
+# The distance of a magnitude below the largest of its row or block, in octaves, has this many bins;
+# the last also holds all greater distances.
 BELOW = 48
-# What shares a scale in formats of few bits: the last axis, and pieces of it.
+# The groups that share a scale in formats of few bits: the last axis, and pieces of it.
 GROUPS = ("row", "block of 128", "block of 32", "block of 16")
 # A sample: pieces, and elements of each.
 PIECES, LENGTH = 16, 128
@@ -43,18 +43,18 @@ _INFINITE = 0x7F800000  # the bits of float32's infinity: those of NaN are great
 
 
 class Look(NamedTuple):
-    """What is kept of n arrays of one shape until they are measured."""
+    """The data of n arrays of one shape that are kept until they are measured."""
 
     top: Any  # int32[n]: the bits of the largest magnitude, as float32: of NaN, if there is one
-    sample: Any = None  # float32[n, 16, 128]; None where only what is not finite is looked for
-    lengths: Any = None  # how many elements of each piece there are
+    sample: Any = None  # float32[n, 16, 128]; None if only non-finite values are looked for
+    lengths: Any = None  # the number of elements in each piece
     rows: Any = None  # float32[n, 16]: the largest finite magnitude of the row that a piece is from
-    twin: Any = None  # a sample of what the arrays would be in float32, if that is known
+    twin: Any = None  # the sample of the same arrays computed in float32, if known
     limits: tuple[float, float] = (0.0, 0.0)  # their dtype's smallest normal number, and largest
 
 
 def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
-    """Looks at floating arrays [n, ...], and what they would be in float32."""
+    """Samples floating arrays [n, ...] and their float32 twins; if not `whole`, only `top`."""
     xp = _library(x)
     if xp.iscomplexobj(x):  # twice as many numbers
         x = xp.stack([x.real, x.imag], 1)
@@ -86,12 +86,12 @@ def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
 
 
 def _library(x: Any) -> Any:
-    """The library whose functions take an array, and give the same in either."""
+    """Returns the library of an array, NumPy or jax.numpy: both compute the same results."""
     return np if isinstance(x, np.ndarray) else jnp
 
 
 def _within_float32(x: Any) -> Any:
-    """float64 as it is counted: what is beyond float32's range as its largest, or its smallest."""
+    """Moves float64 into float32's range: to its largest or its smallest normal magnitude."""
     xp, limits = _library(x), jnp.finfo(np.float32)
     near = xp.clip(x, float(limits.min), float(limits.max))
     small = (x != 0) & (xp.abs(x) < float(limits.tiny))
@@ -99,9 +99,9 @@ def _within_float32(x: Any) -> Any:
 
 
 class _Pieces(NamedTuple):
-    """Which elements of an array, `shape` as rows, are its sample: pieces of some of its rows.
+    """The sample of an array that is reshaped to `shape`: pieces of some of its rows.
 
-    So many `rows`, `stride` apart, and of each so many pieces, `step` apart, of some `lengths`.
+    There are `rows` rows, `stride` apart, and `each` pieces per row, `step` apart, of `lengths`.
     """
 
     shape: tuple[int, int]
@@ -112,12 +112,12 @@ class _Pieces(NamedTuple):
     lengths: Any
 
     def rows_of(self, x: Any) -> Any:
-        """Those rows of float32[n, size]."""
+        """Selects those rows of float32[n, size]."""
         last = (self.rows - 1) * self.stride + 1
         return x.reshape(len(x), *self.shape)[:, : last : self.stride]
 
     def of(self, rows: Any) -> Any:
-        """The samples, float32[n, 16, 128]."""
+        """Selects the pieces of those rows, padded with zeros to float32[n, 16, 128]."""
         xp, n = _library(rows), len(rows)
         long = -(-self.shape[1] // LENGTH)
         rows = xp.pad(rows, [(0, 0), (0, 0), (0, long * LENGTH - self.shape[1])])
@@ -129,15 +129,15 @@ class _Pieces(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _pieces(shape: tuple[int, ...]) -> _Pieces:
-    """The sample of an array of a shape: all of it if it is small, else 4 pieces of a row or so."""
+    """Chooses the sample of an array: all of it if it is small, else about 4 pieces of a row."""
     size = math.prod(shape)
     row = shape[-1] if shape and shape[-1] >= 16 else size  # short rows share no scale
     rows = size // max(row, 1)
     long = -(-row // LENGTH)
     each = long if rows * long <= PIECES else min(long, max(4, PIECES // rows))
     count = min(rows, PIECES // max(each, 1))
-    # A stride that has nothing in common with the number of rows: not all of one place in each
-    # sequence of a batch.
+    # A stride coprime to the number of rows, so that the rows are not all of the same position in
+    # the sequences of a batch.
     farthest = (rows - 1) // max(count - 1, 1)
     stride = next((n for n in range(farthest, 1, -1) if math.gcd(n, rows) == 1), 1)
     step = max((long - 1) // max(each - 1, 1), 1)
@@ -148,7 +148,7 @@ def _pieces(shape: tuple[int, ...]) -> _Pieces:
 
 
 class Measurements(NamedTuple):
-    """What is measured of arrays, one after the other; without the rest, what is not finite."""
+    """The measurements of arrays, a row each; of arrays that were not sampled, `top` alone."""
 
     top: Any
     counts: Any = None
@@ -157,7 +157,7 @@ class Measurements(NamedTuple):
     spread: Any = None
 
 
-# How what was measured in several iterations is joined, and what it is where nothing was.
+# How the measurements of several iterations are joined, and their values where nothing ran.
 JOINS = Measurements(
     Join(-1, lax.max), Join(0, lax.add), Join(-math.inf, lax.max), Join(0, lax.add),
     Join(0, lax.add),
@@ -165,7 +165,7 @@ JOINS = Measurements(
 
 
 def join(of: Measurements, axes: tuple[int, ...]) -> Measurements:
-    """What was measured along some axes, of iterations or devices, as one."""
+    """Joins measurements along some axes, of iterations or devices."""
     joined = []
     for array, how in zip(of, JOINS, strict=True):
         if array is not None:
@@ -177,7 +177,7 @@ def join(of: Measurements, axes: tuple[int, ...]) -> Measurements:
 
 
 def measure(looks: Sequence[Look]) -> Measurements:
-    """Measures the arrays that were looked at, all of them as a whole, or none."""
+    """Measures arrays that `look` sampled; either all or none of them were sampled `whole`."""
     xp = _library(looks[0].top)
     tops = xp.concatenate([one.top for one in looks])
     if looks[0].sample is None:
@@ -208,7 +208,7 @@ def _measured(
     nan, infinite = xp.isnan(x), xp.isinf(x)
     finite = ~(nan | infinite)
     a = xp.where(finite & there, xp.abs(x), np.float32(0))
-    # By its bits: XLA on CPU takes float32's own subnormals for zeros.
+    # By its bits, since XLA on CPU treats float32's own subnormals as zeros.
     nonzero = (_magnitude_bits(a) != 0) & there
     zero = there & finite & ~nonzero
     compared = there & xp.isfinite(twin) & known
@@ -236,7 +236,7 @@ def _measured(
 
 
 def _spread(a: Any, nonzero: Any, rows: Any) -> Any:
-    """How many magnitudes lie in each octave, and so far below the largest of each of `GROUPS`."""
+    """Counts magnitudes in each octave, and at each distance below the largest of their groups."""
     xp, n = _library(a), len(a)
     exponents = _magnitude_bits(a) >> 23
     few, some = exponents[:, ::4], nonzero[:, ::4]  # counting is slow on CPU
@@ -251,7 +251,7 @@ def _spread(a: Any, nonzero: Any, rows: Any) -> Any:
             above = xp.repeat(blocks.max(-1), width, axis=-1)
         below = OCTAVES + BELOW * i + xp.clip(above - few, 0, BELOW - 1)
         bins.append(xp.where(some, below, total))
-    # All are counted at once. What is not to be counted is left over.
+    # All are counted at once. Elements that are not counted fall into a last bin, `total`.
     every = xp.concatenate([one.reshape(n, math.prod(one.shape[1:])) for one in bins], 1)
     every = (every + np.arange(n, dtype=np.int32)[:, None] * (total + 1)).reshape(-1)
     size = n * (total + 1)
@@ -268,37 +268,37 @@ def _magnitude_bits(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What was measured of one array, or of all that a loop made in its place.
+    """The statistics of one array, or of the arrays of all iterations of a loop.
 
     Each attribute is an array over the iterations of the loops around it, outermost first, in the
-    order in which they ran; outside of loops, a number. `is_nan`, `is_infinite` and `largest` know
-    all elements, the others a sample. float64 is counted in float32's range, and of complex numbers
-    both parts.
+    order in which they ran; outside of loops, a number. `is_nan`, `is_infinite` and `largest` are
+    of all elements, the others of a sample. float64 is counted in float32's range, and of complex
+    numbers both parts.
 
     Attributes:
-      size: how many elements the array has.
-      measured: what the attributes below are computed from.
+      size: the number of elements of the array.
+      measured: the measurements that the attributes below are computed from.
       is_nan: whether an element is NaN.
-      is_infinite: whether one is infinite; not known where one is NaN.
+      is_infinite: whether one is infinite; unknown where one is NaN.
       largest: the largest finite magnitude; where elements are not finite, of the sample.
-      runs: how many arrays were measured: 0 where a branch was not taken, several in a while loop
-        and on several devices.
+      runs: the number of arrays that were measured: 0 where a branch was not taken, several in a
+        while loop and on several devices.
       smallest: the smallest magnitude that is not 0; infinite if there is none.
       mean_square: of the finite elements.
-      error: what rounding the result of this one operation cost: the root mean square of its
-        difference to float32, relative to float32's; NaN where there is no float32 twin.
-      sampled: how many elements the following are counts of.
-      zeros: how many are 0.
-      subnormals: how many are below the normal range of their dtype.
-      nans: how many are NaN.
-      infinities: how many are infinite.
-      flushed: how many are 0 and are not in float32.
-      overflowed: how many are infinite and are not in float32.
-      saturated: how many are the largest number of their dtype, and larger in float32.
-      twins: how many are known in float32.
-      octaves: int[..., 256]: how many magnitudes lie in [2^(i - 127), 2^(i - 126)).
-      below: from each of `GROUPS` to int[..., 48]: how many magnitudes of a quarter of the sample
-        lie so many octaves below the largest of their row or block.
+      error: the rounding error of this one operation: the root mean square of its difference from
+        float32, relative to float32's; NaN without a float32 twin.
+      sampled: the number of elements among which the following are counted.
+      zeros: the number of elements that are 0.
+      subnormals: the number below the normal range of their dtype.
+      nans: the number that are NaN.
+      infinities: the number that are infinite.
+      flushed: the number that are 0 and are not in float32.
+      overflowed: the number that are infinite and are not in float32.
+      saturated: the number that are the largest number of their dtype, and larger in float32.
+      twins: the number whose value in float32 is known.
+      octaves: int[..., 256]: the number of magnitudes in [2^(i - 127), 2^(i - 126)).
+      below: from each of `GROUPS` to int[..., 48]: the number of magnitudes, in a quarter of the
+        sample, at each distance in octaves below the largest of their row or block.
     """
 
     size: int
@@ -324,7 +324,7 @@ class Statistics:
 
     @property
     def is_whole(self) -> bool:
-        """Whether more is known than what is not finite."""
+        """Whether everything was measured, not only whether elements are finite."""
         return self.octaves is not None
 
     @property
@@ -333,7 +333,7 @@ class Statistics:
         return self.is_nan | self.is_infinite
 
     def joined(self) -> Statistics:
-        """Over all iterations."""
+        """Returns the statistics over all iterations."""
         axes = tuple(range(np.ndim(self.is_nan)))
         if not axes:
             return self
@@ -346,7 +346,7 @@ class Statistics:
 
 
 def unpack(size: int, of: Measurements) -> Statistics:
-    """The statistics of an array of `size` elements."""
+    """Computes the statistics of an array of `size` elements from its measurements."""
     top = np.asarray(of.top, np.int32)
     finite = np.where(top >= _INFINITE, 0, np.maximum(top, 0)).astype(np.int32)
     largest = finite.view(np.float32).reshape(top.shape).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The sites of a program: what is measured, in the order in which it runs, and what each reads."""
+"""The sites of a program: operations to measure, in execution order, and what each reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxmp._jaxprs.walk import Place
 from jaxmp.policy import key_matches
 
 _UNMEASURED = flagged(Flag.UNMEASURED)
-# Ours: what is inside is how they are multiplied.
+# Primitives of jaxmp that are one operation: their inner jaxprs only implement a product.
 WHOLE = frozenset({"product_by_parameter", "product_in_float32"})
 
 
@@ -35,7 +35,7 @@ class Loop:
     length: int = 1
 
 
-# Where a value comes from: names of sites and carries, an infinity written in the program, or
+# The sources of a value: names of sites and carries, an infinity written in the program, or
 # `SEED`, the cotangent of the loss.
 Refs = tuple[str, ...]
 INFINITY = "infinity"
@@ -43,11 +43,11 @@ INFINITY = "infinity"
 
 @dataclasses.dataclass
 class Carry:
-    """What a loop hands from iteration to iteration."""
+    """A carry of a loop, and its sources."""
 
     loop: Loop | None  # None: of unknown length, its iterations are measured together
-    start: Refs  # what it is before the first
-    back: Refs = ()  # what it is after each
+    start: Refs  # its sources before the first iteration
+    back: Refs = ()  # its sources after each iteration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Site:
     Attributes:
       name: its place in the program.
       op: the primitive; "argument" or "constant".
-      path: the modules around it, or what the argument is called.
+      path: the path of the modules around it, or the name of the argument.
       line: ``file.py:line``.
       kind: "activation", "gradient" or "weight".
       dtype: of the result.
       shape: of the result.
       backward: whether it belongs to a backward pass.
-      loops: those it is in, outermost first.
+      loops: the loops around it, outermost first.
       branch: whether it is in one of several branches.
-      reads: where its operands come from.
+      reads: the sources of its operands.
       endless: whether it reads an infinity that was written in the program.
-      scaled: whether it is a multiple of the cotangent of the loss, and so of the loss scale: what
-        a backward pass computes again of the forward one is not.
+      scaled: whether it is a multiple of the cotangent of the loss, and so of the loss scale:
+        values that a backward pass rematerializes are not.
     """
 
     name: str
@@ -87,16 +87,16 @@ class Site:
 
     @property
     def size(self) -> int:
-        """How many elements one result has."""
+        """The number of elements of one result."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def elements(self) -> int:
-        """How many elements the results of all iterations of its loops have."""
+        """The number of elements of the results of all iterations of its loops."""
         return self.size * math.prod(loop.length for loop in self.loops)
 
     def is_in(self, pattern: str) -> bool:
-        """Whether the path matches a pattern, as modules match those of a `PolicyMap`."""
+        """Returns whether the path matches a pattern, by the rules of a `PolicyMap`."""
         return key_matches(pattern, self.path.split("/"))
 
     @property
@@ -105,14 +105,14 @@ class Site:
         return " at ".join(filter(None, (self.path, self.line)))
 
     def __str__(self) -> str:
-        """The operation in one line."""
+        """Describes the operation in one line."""
         direction = "backward" if self.backward else "forward"
         return f"{self.op} ({self.dtype}, {direction}) in {self.where or 'no module'}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _SitePlace(Place):
-    """Where in a program a jaxpr is, in which loops and branches."""
+    """The place of a jaxpr in a program, with the loops and branches around it."""
 
     prefix: str = ""
     loops: tuple[Loop, ...] = ()
@@ -124,9 +124,9 @@ class SurveyedProgram:
     """A program's sites.
 
     Attributes:
-      sites: by name, in the order in which they run.
-      results: for each result of the program, where it comes from.
-      carries: by name.
+      sites: the sites by name, in the order in which they run.
+      results: the sources of each result of the program.
+      carries: the carries of its loops, by name.
     """
 
     sites: dict[str, Site]
@@ -135,7 +135,7 @@ class SurveyedProgram:
 
 
 def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> SurveyedProgram:
-    """Finds the sites of a closed jaxpr, whose arguments have labels; `weights` are parameters."""
+    """Finds the sites of a closed jaxpr; `labels` names its arguments, `weights` are parameters."""
     opened, consts = compat.closed(jaxpr)
     program = SurveyedProgram({})
     sites = program.sites
@@ -157,7 +157,7 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Su
 def running_order(
     sites: Mapping[str, Site],
 ) -> Callable[[Site, Sequence[int]], tuple[int, ...]]:
-    """When a site runs in an iteration of its loops: what is in one runs iteration by iteration."""
+    """Returns a sort key of sites in iterations of their loops, by the order of execution."""
     order = {name: i for i, name in enumerate(sites)}
     # Sites of a loop's body are neighbors: the first of them stands for the loop.
     firsts: dict[Loop, int] = {}
@@ -173,25 +173,25 @@ def running_order(
 
 
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
-    """The names of the sites that an equation's results are; None for what is not measured."""
+    """Returns the site name of each result of an equation; None for one that is not measured."""
     if eqn.primitive.name in _UNMEASURED or _widens(eqn):
         return [None] * len(eqn.outvars)
     return [f"{name}:{k}" if is_measured(var) else None for k, var in enumerate(eqn.outvars)]
 
 
 def looked_into(eqn: JaxprEqn) -> tuple[Inner, ...]:
-    """The jaxprs inside an equation whose sites are the program's."""
+    """Returns the jaxprs inside an equation, if their sites belong to the program."""
     return () if eqn.primitive.name in WHOLE else inside(eqn)
 
 
 def is_measured(var: Any) -> bool:
-    """Whether a variable is an array of floating numbers, real or complex."""
+    """Returns whether a variable is a floating or complex array."""
     dtype = dtype_of(var)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _widens(eqn: JaxprEqn) -> bool:
-    """Whether an equation converts floating numbers exactly."""
+    """Returns whether an equation converts floating-point numbers exactly."""
     if eqn.primitive.name != "convert_element_type":
         return False
     if not all(map(is_measured, (*eqn.invars, *eqn.outvars))):
@@ -215,7 +215,7 @@ def _inside(
     place: _SitePlace,
     env: dict[Any, Refs] | None = None,
 ) -> list[Refs]:
-    """Adds the sites of a jaxpr; where its results come from."""
+    """Adds the sites of a jaxpr; returns the sources of its results."""
     env = dict(env or {})
     opened, _ = compat.closed(jaxpr)
     env.update(zip(opened.invars, given, strict=True))
@@ -283,7 +283,7 @@ def _into(
     reads: Sequence[Refs],
     place: _SitePlace,
 ) -> list[Refs]:
-    """Adds the sites inside an equation; where its results come from."""
+    """Adds the sites inside an equation; returns the sources of its results."""
     found: list[Refs] = [()] * len(eqn.outvars)
     here = place.at(eqn)
     for k, one in enumerate(inner):

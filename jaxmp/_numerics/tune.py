@@ -34,13 +34,13 @@ from jaxmp._numerics.tune_solve import front
 from jaxmp._numerics.validate_numerics import describe_numerics
 from jaxmp.policy import Policy, PolicyLike, PolicyMap, single_policy
 
-# Modules next to each other whose results are multiplied with each other.
+# The names of sibling modules whose results are multiplied with each other.
 _TOGETHER = re.compile(r"(query|key|value|q|k|v|[qkv]_proj|to_[qkv]|w[qkv])")
 _NUMBERED_EXPERT = re.compile(r"(experts?)_?\d+")
 
 
 def tied(path: str) -> Hashable:
-    """What modules that should agree have in common: those of one attention, and experts.
+    """Returns a key that modules of one attention, or experts of one layer, have in common.
 
     Example:
       >>> tied("block_0/attention/query") == tied("block_0/attention/value")
@@ -71,44 +71,44 @@ def tune(
     out: str | os.PathLike[str] | None = None,
     progress: Callable[[str], Any] | None = None,
 ) -> Callable[[Any, Iterable[Any]], Tuned]:
-    """Finds a policy for each module: the cheapest whose gradients are those of float32, nearly.
+    """Finds a policy for each module: the cheapest whose gradients are close to float32's.
 
     The loss is given in float32. Each batch takes one backward pass, through the loss and its
-    gradients: it scores every module that multiplies with every candidate, by how far the rounding
-    of its products turns the gradient. Of all assignments the cheapest within the budget is chosen,
-    run, and made more precise where it is not within the budget after all.
+    gradients: it scores every candidate at every module that has products, by how far their
+    rounding turns the gradient. The cheapest of all assignments within the budget is chosen, run,
+    and made more precise if it is not within the budget after all.
 
     Args:
       loss_fn: from params and a batch to the loss, or to it and something else; float32 throughout,
-        not wrapped, and twice differentiable. Modules are told by their named scopes: Flax Linen's
-        and those of `jax.named_scope`; of an NNX module given as `params`, by its attributes. A
-        function without any is one module.
+        not wrapped, and twice differentiable. Modules are identified by their named scopes: Flax
+        Linen's and those of `jax.named_scope`; of an NNX module given as `params`, by its
+        attributes. A function without any is one module.
       candidates: one policy, or several; float32 always is one.
-      budget: what 1 - cosine may be, of the gradients and float32's, of each batch.
-      misplaced: takes nothing: it says where more arguments go.
-      tie: from a module's path to what those have in common that get one policy. By default query,
+      budget: the largest 1 - cosine allowed between the gradients and float32's, for each batch.
+      misplaced: takes nothing; its error says where further arguments go.
+      tie: from a module's path to a key; modules with equal keys get one policy. By default query,
         key and value of one attention, and the experts of one layer.
       target: a chip, such as "tpu-v5e": costs are the estimated times of products on it. By
-        default, their operations, in 16 bits half of what they are in 32, in 8 bits a quarter.
-      loss_scale: what the loss is multiplied by. By default 2^15 if a candidate computes in
-        float16, else 1.
-      probes: how many random directions are looked along for each batch: more are more exact.
-      out: a folder for the scores of each batch; another call goes on from there. A batch is scored
-        again when it has changed, or the loss, `params`, `candidates`, `loss_scale`, `probes` or
-        jaxmp.
-      progress: is called with a line of text before what takes a while: `print`, for example.
+        default, their operations, of which one in 16 bits costs a half, one in 8 bits a quarter.
+      loss_scale: the factor of the loss. By default 2^15 if a candidate computes in float16, else
+        1.
+      probes: the number of random directions for each batch: more are more exact.
+      out: a folder for the scores of each batch, from which another call continues. A batch is
+        scored again when it has changed, or the loss, `params`, `candidates`, `loss_scale`,
+        `probes` or jaxmp.
+      progress: called with a line of text before each slow step: `print`, for example.
 
     Returns:
       A function of ``(params, batches)`` that returns the result: its `policy` is for `jaxmp.wrap`.
       Print it for the table. ``params`` is a pytree of float arrays, such as Linen's parameters,
-      or an NNX module; ``batches`` are a few batches of training, preferably of the middle of it.
+      or an NNX module; ``batches`` are a few training batches, preferably from mid-training.
 
     Raises:
-      ValueError: if there are no batches or candidates, nothing multiplies in a module, the
-        model is wrapped already, the budget is negative, float32's gradients are not finite or all
-        0, or `out` is a file.
-      TypeError: if `loss_fn` is not callable or gives no loss, params are integers, or a candidate
-        is a `PolicyMap`.
+      ValueError: if there are no batches or candidates, no module has products, the model is
+        wrapped already, the budget is negative, float32's gradients are not finite or all 0, or
+        `out` is a file.
+      TypeError: if `loss_fn` is not callable or returns no loss, params are integers, or a
+        candidate is a `PolicyMap`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
@@ -176,7 +176,7 @@ def tune(
 
 
 def _by_module(loss: PreparedLoss, found: Iterable[TunedProduct]) -> dict[Path, list[TunedProduct]]:
-    """The products that are decided on, by the module they are in."""
+    """Groups the float32 products in the model by the module that they are in."""
     of_module: dict[Path, list[TunedProduct]] = {}
     for product in found:
         path = loss.places.of(product.scopes)
@@ -202,7 +202,7 @@ def _batches(batches: Iterable[Any]) -> list[Any]:
 
 
 def _check_params(params: Any) -> None:
-    """An NNX module's parameters are chosen from its variables, and are floating."""
+    """Raises if a pytree has leaves of integers; of an NNX module, only parameters are taken."""
     if isinstance(params, nnx.Module):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -215,7 +215,7 @@ def _check_params(params: Any) -> None:
 
 
 def _named(candidates: PolicyLike | Sequence[PolicyLike]) -> dict[Policy, str]:
-    """The policies that are tried, float32 first, and what to call them."""
+    """Returns the policies to try, float32 first, and their names."""
     several = candidates if isinstance(candidates, (list, tuple)) else [candidates]
     names = {FLOAT32: "float32"}
     for candidate in several:
@@ -236,7 +236,7 @@ def _groups(
     scores: np.ndarray[Any, Any],
     costs: Costs,
 ) -> tuple[Group, ...]:
-    """What is decided on: what it costs, and how far it is off."""
+    """Returns the groups of modules to decide on, with each candidate's costs and errors."""
     number = {path: i for i, path in enumerate(ways)}
     full = sum(costs(p, ProductFormat()) for several in of_module.values() for p in several)
     groups = []
@@ -268,7 +268,7 @@ def _scores(
     kept: RunCache,
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
-    """The mean of the scores of all batches; those that are kept are not scored again."""
+    """Returns the mean of the scores of all batches; cached batches are not scored again."""
     common, made_by, found = "", "", []
     if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
@@ -289,7 +289,7 @@ def _scores(
 def _verifier(
     loss: PreparedLoss, batches: Sequence[Any], scale: float, say: Callable[[str], Any]
 ) -> Callable[[PolicyMap], Verified]:
-    """Runs the loss and its gradients under a map, and compares them with float32's."""
+    """Returns a function that compares the loss and gradients under a map with float32's."""
     exact = jax.jit(gradients(loss.loss, scale))
 
     def verify(policies: PolicyMap) -> Verified:
@@ -307,7 +307,7 @@ def _verifier(
 
 
 def check_exact(value: Any, gradients: Any, number: int) -> None:
-    """What low precision is held against has to be something."""
+    """Raises unless float32's loss and gradients are finite, and some gradient is not 0."""
     leaves = [np.asarray(x) for x in jax.tree.leaves(gradients)]
     what = None
     if not all(np.isfinite(x).all() for x in (np.asarray(value), *leaves)):
@@ -322,7 +322,7 @@ def check_exact(value: Any, gradients: Any, number: int) -> None:
 
 
 def _cosine(a: Any, b: Any) -> float:
-    """The cosine between two trees, in float64; NaN if one is not finite, or 0 alone."""
+    """Returns the cosine of two trees, in float64; NaN if one is not finite, or only one is 0."""
     dots = np.zeros(3)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         u, v = (np.asarray(z, np.float64).ravel() for z in (x, y))

@@ -1,4 +1,4 @@
-"""What a contraction is estimated to cost in a format."""
+"""The estimated cost of a product in a format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxmp._speed.estimate import keys_of
 from jaxmp._speed.roofline import product_seconds
 from jaxmp.recipes import FORMATS, Format, Recipe
 
-# What a multiply-add takes, of its time in float32, where no chip is named: half the bits, half
-# the time, as matrix units are built.
+# The time of a multiply-add relative to float32, if no chip is named: half the bits take half the
+# time, as matrix units are built.
 _BY_BITS = {32: 1.0, 16: 0.5, 8: 0.25}
-# The same, over 16 bits, on GPUs whose makers' tables of matrix units have no float32.
+# The time in float32 relative to 16 bits, on GPUs whose published matrix units have no float32.
 _UNKNOWN_FLOAT32 = 2.0
 
 
 class ProductFormat(NamedTuple):
-    """In which dtype the values of a module are kept, and in which formats products multiply."""
+    """The dtype of a module's values, and the recipe of the formats that its products multiply."""
 
     dtype: str = "float32"
     recipe: Recipe | None = None
@@ -33,7 +33,7 @@ class ProductFormat(NamedTuple):
         return self.dtype != "float32" or self.recipe is not None
 
     def format_of(self, *, backward: bool) -> Format:
-        """The format in which a product multiplies."""
+        """Returns the format in which a product multiplies."""
         if self.recipe is None:
             return next(f for f in FORMATS.values() if f.name == self.dtype)
         return FORMATS[self.recipe.grad_input if backward else self.recipe.forward]
@@ -41,10 +41,10 @@ class ProductFormat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What products cost on a chip; without one, by how many operations they are, of how many bits.
+    """The costs of products: their time on a chip, or without one, operations weighted by bits.
 
     Raises:
-      ValueError: if there is no such chip.
+      ValueError: if the chip is unknown.
     """
 
     target: str | None = None
@@ -55,11 +55,11 @@ class Costs:
 
     @property
     def unit(self) -> str:
-        """What a cost is, in words."""
+        """The unit of a cost, in words."""
         return f"time on {self.target}" if self.target else "operations, by their bits"
 
     def __call__(self, product: TunedProduct, how: ProductFormat) -> float:
-        """The cost of all runs of a product: seconds on the chip, if there is one."""
+        """Returns the cost of all runs of a product: seconds on the chip, if there is one."""
         fmt = how.format_of(backward=product.backward)
         if self.target is None:
             return product.flops * _BY_BITS[fmt.bits]
@@ -76,7 +76,7 @@ class Costs:
 
 
 def _share(chip: Chip, how: ProductFormat, fmt: Format, product: TunedProduct) -> float:
-    """The time of a product on a chip over the time of the same product in 16 bits."""
+    """Returns the time of a product on a chip over that of the same product in 16 bits."""
     if how.recipe is None or not fmt.scaled:
         if fmt.name in chip.tflops:
             return chip.share(fmt.name)

@@ -1,7 +1,7 @@
-"""Which module an equation belongs to, and a loss under a policy for each module.
+"""The modules that equations belong to, and a loss under a policy for each module.
 
 In a trace modules are named scopes: Linen's own, those of `jax.named_scope`, and for NNX, which has
-none, those that are given to a copy here.
+none, those that a copy of the module gets here.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _TOP = Place()
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """From named scopes to modules."""
+    """A map from named scopes to modules."""
 
     modules: frozenset[Path] = frozenset()  # those that are known; empty: every scope is one
     roots: frozenset[Path] = frozenset({()})  # the scopes around the model, no part of paths
     labels: Mapping[str, Path] = dataclasses.field(default_factory=dict)  # of NNX: from scopes
 
     def of(self, scopes: str) -> Path | None:
-        """The innermost module that an equation of these scopes is in; None: outside the model."""
+        """Returns the innermost module around an equation's scopes; None outside the model."""
         if self.labels:
             found = [part for part in scopes.split("/") if part in self.labels]
             return self.labels[found[-1]] if found else None
@@ -63,7 +63,7 @@ class Places:
 
 
 class TunedProduct(NamedTuple):
-    """A contraction of a program: in which scopes, in which pass, and how often it runs."""
+    """A product of a program, with its scopes, its pass, and how often it runs."""
 
     eqn: JaxprEqn
     scopes: str
@@ -72,12 +72,12 @@ class TunedProduct(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of all its runs."""
+        """The FLOPs of all its runs."""
         return contraction_flops(self.eqn) * self.times
 
 
 class PreparedLoss(NamedTuple):
-    """A loss as a function of a pytree of float arrays and a batch, and where its equations are."""
+    """A loss as a function of a pytree of float arrays and a batch, and its modules' places."""
 
     loss: Loss
     params: Any
@@ -85,7 +85,7 @@ class PreparedLoss(NamedTuple):
 
 
 def prepared(loss_fn: Loss, params: Any, batch: Any) -> PreparedLoss:
-    """A loss of a pytree or an NNX module as one of a pytree, and the modules in it."""
+    """Converts a loss of a pytree or an NNX module to one of a pytree; finds its modules."""
     if isinstance(params, nnx.Module):
         labels = {_label(path): tuple(map(str, path)) for path, _ in nnx.iter_modules(params)}
         graph, state, *others = nnx.split(params, nnx.Param, ...)
@@ -108,7 +108,7 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> PreparedLoss:
 
 
 def products(jaxpr: Any) -> Iterator[TunedProduct]:
-    """The contractions of a program, as deep as they are."""
+    """Yields the products of a program, at any depth."""
     for eqn, at in walk(jaxpr):
         if contraction_flops(eqn):
             yield TunedProduct(eqn, at.path, at.backward, at.times)
@@ -122,9 +122,9 @@ def run_placed(
     scope: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
     around: Place = _TOP,
 ) -> list[Any]:
-    """The results of a program whose equations are bound with their place, at any depth.
+    """Runs a program; `bind` gets each equation, at any depth, with its place.
 
-    `extra` are arrays that are threaded to all of them; each is bound in the `scope` of its scopes.
+    `extra` are arrays that are threaded to all of them; each is bound in the context `scope(path)`.
     """
 
     def bound(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
@@ -141,9 +141,9 @@ def run_placed(
 
 
 def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
-    """A loss under the policies of a map, by the modules that its equations are in.
+    """Returns a loss under the policies of a map, by the modules that its equations are in.
 
-    What is outside of the model stays float32, as it does where the model is wrapped.
+    Equations outside of the model stay float32, as they do if the model is wrapped.
     """
 
     def region(scopes: str) -> AbstractContextManager[Any]:
@@ -161,7 +161,7 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
 
 
 def policy_for(policies: PolicyMap, path: Path) -> Policy:
-    """The policy of a module: by the innermost module around it that a key matches."""
+    """Returns the policy of a module: that of the innermost module around it that a key matches."""
     for i in range(len(path), -1, -1):
         policy = policies.policy_at(path[:i])
         if policy is not None:
@@ -171,7 +171,7 @@ def policy_for(policies: PolicyMap, path: Path) -> Policy:
 
 
 def _loss_of(out: Any) -> Any:
-    """The loss, of what a loss function returns."""
+    """Returns the loss from the results of a loss function."""
     loss = out[0] if isinstance(out, tuple) and out else out
     if getattr(loss, "shape", None) != ():
         raise TypeError(
@@ -182,7 +182,7 @@ def _loss_of(out: Any) -> Any:
 
 
 def _places(params: Any, scopes: Sequence[str]) -> Places:
-    """The modules that have parameters, and what is around the model in the scopes of a program."""
+    """Finds the modules that have parameters, and the scopes around the model in a program."""
     modules = frozenset(_modules(params))
     tops = {path[0] for path in modules if path}
     names = [_names(path) for path in scopes]
@@ -199,7 +199,7 @@ def _places(params: Any, scopes: Sequence[str]) -> Places:
 
 
 def _modules(tree: Any) -> Iterator[Path]:
-    """The paths of what holds parameters in a tree of them, or in Linen's collections of trees."""
+    """Yields the paths of modules in a tree of parameters, or in Linen's collections of trees."""
     collections = isinstance(tree, Mapping) and "params" in tree
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         names = [str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey)]
@@ -208,7 +208,7 @@ def _modules(tree: Any) -> Iterator[Path]:
 
 
 def _names(scopes: str) -> Path:
-    """Scopes as names of modules: without methods, up to what is not a name, such as einsum's."""
+    """Splits scopes into module names, without methods, up to a scope such as einsum's."""
     names: list[str] = []
     for part in filter(None, scopes.split("/")):
         if "->" in part or "," in part:

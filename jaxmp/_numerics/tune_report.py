@@ -1,4 +1,4 @@
-"""What `tune` found: a policy for each module, what it costs, and how far its gradients are off."""
+"""The report of `tune`: a policy for each module, its cost, and the error of the gradients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxmp.policy import Policy, PolicyMap
 
 
 class Verified(NamedTuple):
-    """A loss and its gradients under a map of policies, against float32.
+    """A loss and its gradients under a map of policies, compared with float32's.
 
     Attributes:
-      cosine: between the gradients, of the batch where it is least; NaN if they are not finite.
-      loss_error: of the loss, relative: the largest of the batches.
+      cosine: between the gradients, the least of the batches; NaN if they are not finite.
+      loss_error: the relative error of the loss, the largest of the batches.
     """
 
     cosine: float
@@ -36,10 +36,10 @@ class Verified(NamedTuple):
 
 
 class Point(NamedTuple):
-    """An assignment that no other beats by its scores.
+    """An assignment that no other beats, by its scores.
 
     Attributes:
-      cost: of all products, as a share of what they cost in float32.
+      cost: of all products, as a share of their cost in float32.
       predicted: 1 - cosine by the scores.
     """
 
@@ -49,10 +49,10 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Modules that have one policy.
+    """Modules that share one policy.
 
-    For each candidate: in what each module multiplies, its FLOPs that are not in float32, its cost
-    as a share of all products in float32, and what it is predicted to add to 1 - cosine.
+    For each candidate: the format of each module (`ways`), the FLOPs that are not in float32, the
+    cost as a share of all products in float32, and the predicted increase of 1 - cosine.
     """
 
     paths: tuple[Path, ...]
@@ -71,7 +71,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What was found before a budget is asked for.
+    """The scores of all candidates, from which any budget is solved.
 
     The first candidate is float32; `names` are the user's. `total_flops` are of all products, also
     of those outside of the model. `verify` runs the loss and its gradients under a map.
@@ -93,7 +93,7 @@ class Tuned:
     """A policy for each module of a model, found by `tune`. Print it.
 
     Attributes:
-      budget: what 1 - cosine of the gradients may be.
+      budget: the largest 1 - cosine of the gradients that is allowed.
     """
 
     budget: float
@@ -112,7 +112,7 @@ class Tuned:
     def policy(self) -> PolicyMap:
         """The map, for `jaxmp.wrap`: its paths are those of the model's parameters.
 
-        Layers of one kind are one pattern, where all of them have one policy.
+        Layers of one kind are one pattern, if all of them have one policy.
         """
         default, assigned = self._default, self._assigned
         overrides: dict[str, Policy] = {}
@@ -134,7 +134,7 @@ class Tuned:
 
     @property
     def cost(self) -> float:
-        """What the products cost, as a share of their cost in float32."""
+        """The cost of the products, as a share of their cost in float32."""
         return float(self._scored.front.costs[self._index])
 
     @property
@@ -150,7 +150,7 @@ class Tuned:
 
     @property
     def pareto(self) -> tuple[Point, ...]:
-        """What can be had at which cost, by the scores: cheap assignments first."""
+        """The assignments that no other beats, by the scores: cheapest first."""
         front = self._scored.front
         return tuple(
             Point(float(c), float(e)) for c, e in zip(front.costs, front.errors, strict=True)
@@ -158,17 +158,17 @@ class Tuned:
 
     @functools.cached_property
     def _options(self) -> tuple[int, ...]:
-        """For each group, the number of its candidate."""
+        """The index of each group's candidate."""
         groups, choices = self._scored.groups, self._scored.front.choices(self._index)
         usual = self._usual(choices)
-        # Where it is all the same, as to attention in 8 bits, modules are not singled out.
+        # Modules whose formats are the same anyway, as of attention in 8 bits, get the usual one.
         return tuple(
             usual if group.ways[option] == group.ways[usual] else option
             for group, option in zip(groups, choices, strict=True)
         )
 
     def _usual(self, options: Sequence[int]) -> int:
-        """The candidate of the most FLOPs, other than what the model multiplies itself."""
+        """Returns the candidate of the most FLOPs; of the model itself, if it has products."""
         flops = [0] * len(self._scored.candidates)
         for group, option in zip(self._scored.groups, options, strict=True):
             # A key that matched the model itself would match all that is in it.
@@ -188,21 +188,21 @@ class Tuned:
         }
 
     def apply(self, loss_fn: Loss) -> Loss:
-        """A function of params (a pytree) and a batch under the policy, by its named scopes.
+        """Returns a function of params (a pytree) and a batch under the policy, by named scopes.
 
-        As it was verified: for functions that `jaxmp.wrap` does not take.
+        It is the program that was verified: for functions that `jaxmp.wrap` does not take.
         """
         return under_map(loss_fn, self.policy, self._scored.places)
 
     def solve(self, budget: float) -> Tuned:
-        """The cheapest assignment at another budget: verified, but not scored again.
+        """Finds the cheapest assignment at another budget: verified, but not scored again.
 
-        The cheapest of all is run first: where it is within the budget, nothing has to be given up,
-        whatever the scores say. Then the one that the scores say, and from there along the front:
-        towards less error by as much as the scores were off, and back by halves.
+        The cheapest of all is run first: if it is within the budget, it is taken, whatever its
+        scores are. Then comes the one that the scores predict, and from there others on the front:
+        towards less error by as much as the scores were off, and back by bisection.
 
         Args:
-          budget: what 1 - cosine of the gradients may be.
+          budget: the largest 1 - cosine of the gradients that is allowed.
 
         Raises:
           ValueError: if it is negative or NaN.
@@ -221,7 +221,7 @@ class Tuned:
             fails = at
             at = max(at + 1, front.within(front.errors[at] * min(budget / error, 0.5)))
         at = min(at, last)
-        # Scores are not that far off.
+        # Scores are off by less than this factor.
         fails = max(fails, front.within(_OFF * budget) - 1)
         for _ in range(_HALVES):
             middle = (fails + at) // 2
@@ -235,17 +235,17 @@ class Tuned:
         return Tuned(budget, self._scored, at)
 
     def plot(self, path: File | str) -> None:
-        """Writes a picture: cost against error of all assignments, and what each module adds.
+        """Draws a picture: cost against error of all assignments, and the error of each module.
 
         It needs matplotlib.
 
         Args:
-          path: a file, whose suffix says the format: ``tune.png``.
+          path: the file of the picture; its suffix is the format: ``tune.png``.
         """
         plot_tuned(self, self._scored, self._index, path)
 
     def __str__(self) -> str:
-        """The table: what each module got, what it adds, and what the candidates would."""
+        """Returns the table: each module's policy, and the error of each candidate there."""
         scored = self._scored
         rows = self._rows()
         cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
@@ -281,7 +281,7 @@ class Tuned:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """The lines of the table, worst first; modules of one kind and policy are one line."""
+        """Returns the table's lines, worst first, with one for modules of one kind and policy."""
         scored = self._scored
         pairs = zip(scored.groups, self._options, strict=True)
         rows = []
@@ -299,31 +299,31 @@ class Tuned:
 
 
 def check_budget(budget: float) -> None:
-    """Raises unless a budget can be kept."""
+    """Raises unless a budget is 0 or more."""
     if not budget >= 0:
         raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
 
 
-_ROWS, _NAME = 20, 44  # of the table that is printed: rows, and how long a name is
+_ROWS, _NAME = 20, 44  # of the printed table: rows, and the length of a name
 _LONGEST = 6  # lines of a map
 _HALVES = 3  # each is a compilation
 _OFF = 3
 
 
 def _said(verified: Verified) -> str:
-    """What an assignment was found to do to the gradients."""
+    """Describes the measured error of an assignment's gradients."""
     if verified.error == float("inf"):
         return "its gradients are not finite; `jaxmp.diagnose` names the operation"
     return f"1 - cosine {verified.error:.2g} measured"
 
 
 def _escaped(name: str) -> str:
-    """A name as a pattern that matches it alone."""
+    """Returns a pattern that matches a name alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def grouped(paths: Sequence[Path], tie: Callable[[str], Any]) -> tuple[tuple[Path, ...], ...]:
-    """Modules by what ties them."""
+    """Groups modules by the key that `tie` returns for them."""
     groups: dict[Any, list[Path]] = {}
     for path in paths:
         name = tie("/".join(path))

@@ -1,16 +1,16 @@
-"""How much each module's rounding turns the gradient, from one backward pass per batch.
+"""Scores of how far each module's rounding turns the gradient, from one backward pass per batch.
 
-Let d be the change of the gradients g that rounding makes, across g: the cosine between g and what
-is computed falls to 1 - |d|^2 / (2 |g|^2). Of the rounding errors e of one product, wherever it is
-in the loss or in its backward pass, d is the derivative of g along e. With a random vector v of
-unit variance, across g, |d|^2 is the mean of <v, d>^2 = <u, e>^2, where u = d<v, g>/dy is what
-arrives at the product when <v, g> is differentiated: one backward pass through the gradients gives
-it for all products, and e is what the product itself would be in a format, less what it is.
+Let d be the change of the gradients g by rounding, orthogonal to g: the cosine between g and the
+rounded gradients falls to 1 - |d|^2 / (2 |g|^2). For the rounding errors e of one product, wherever
+it is in the loss or in its backward pass, d is the derivative of g along e. With a random vector v
+of unit variance, orthogonal to g, |d|^2 is the mean of <v, d>^2 = <u, e>^2, where u = d<v, g>/dy is
+the cotangent of the product's result y when <v, g> is differentiated: one backward pass through the
+gradients gives it for all products. e is the product's result in a format, less y.
 
-<u, e>^2 of few v is a rough guess of its mean. The sum of (u e)^2 over elements (as Fisher's
-information has it) is a good one where elements round independently, and too small where they do
-not, as where a weight is rounded once for all tokens. The larger of the two is taken. Errors of
-modules are taken to be independent, so that scores add up.
+<u, e>^2 for few v is a rough estimate of its mean. The sum of (u e)^2 over elements (as in Fisher's
+information) is a good one if elements round independently, and too small if they do not, as when a
+weight is rounded once for all tokens. The larger of the two is taken. Errors of modules are assumed
+independent, so that scores add up.
 
 Source: the scores of Model-Optimizer's AutoQuantize (first order, Fisher), of gradients instead of
 the loss; Hutchinson, "A stochastic estimator of the trace" (1990).
@@ -53,7 +53,7 @@ _SIZES = {"block": 128, "mx": 32}
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """Scores the ways of multiplying that are tried at each module, by so many random vectors."""
+    """The scorer of the formats to try at each module, with `probes` random vectors."""
 
     loss: PreparedLoss
     ways: dict[Path, tuple[ProductFormat, ...]]
@@ -61,7 +61,7 @@ class Scorer:
     probes: int
 
     def __call__(self, batch: Any, number: int) -> np.ndarray[Any, Any]:
-        """The scores of a batch: float64[modules, ways], how much 1 - cosine grows by."""
+        """Returns the scores of a batch: float64[modules, ways], the increase of 1 - cosine."""
         key = jax.random.fold_in(jax.random.key(0), number)
         try:
             found = [
@@ -87,7 +87,7 @@ class Scorer:
 
     @functools.cached_property
     def _tried(self) -> dict[Path, tuple[ProductFormat, ...]]:
-        """The ways that differ."""
+        """The distinct formats of each module."""
         return {path: tuple(dict.fromkeys(ways)) for path, ways in self.ways.items()}
 
     @functools.cached_property
@@ -95,7 +95,7 @@ class Scorer:
         return jax.jit(self._sums)
 
     def _sums(self, params: Any, batch: Any, key: Any) -> Any:
-        """For each module and way: the sum of u e, and of (u e)^2."""
+        """Returns, for each module and format, the sum of u e, and that of (u e)^2."""
         slots = max(map(len, self._tried.values()))
         taps = jnp.zeros((len(self._tried), slots, 2))
         program = gradients(self.loss.loss, self.loss_scale)
@@ -117,7 +117,7 @@ class Scorer:
 
 
 def gradients(loss: Callable[[Any, Any], Any], scale: float) -> Callable[[Any, Any], Any]:
-    """A function that gives the loss, multiplied, and its gradients."""
+    """Returns a function that computes the loss, multiplied by `scale`, and its gradients."""
     return jax.value_and_grad(lambda params, batch: loss(params, batch) * scale)
 
 
@@ -128,7 +128,7 @@ def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
 def _tapped(
     places: Places, ways: dict[Path, tuple[ProductFormat, ...]]
 ) -> Callable[[Any, Sequence[Any], Any], list[Any]]:
-    """Runs a program whose products, when it is differentiated, tell of their errors."""
+    """Returns a function that runs a program with a `_tap` on each product."""
     index = {path: i for i, path in enumerate(ways)}
 
     def tapped(
@@ -146,7 +146,7 @@ def _tapped(
 
 
 def is_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a contraction of float32."""
+    """Returns whether an equation is a float32 product."""
     return contraction_flops(eqn) > 0 and all(
         dtype_of(atom) == np.float32 for atom in eqn.invars[:2]
     )
@@ -158,7 +158,7 @@ _Rounding = tuple[Callable[..., Any], Callable[..., Any]] | None
 def _tap(
     eqn: JaxprEqn, roundings: tuple[_Rounding, ...], y: Any, taps: Any, operands: list[Any]
 ) -> Any:
-    """`y`, whose cotangent u leaves the sums of u e and (u e)^2 as the gradient of `taps`."""
+    """Returns `y`; its cotangent u makes the sums of u e and (u e)^2 the gradient of `taps`."""
 
     @jax.custom_vjp
     def tap(y: Any, taps: Any, *operands: Any) -> Any:  # noqa: ARG001
@@ -181,7 +181,7 @@ def _tap(
         return (u, sums, *[None] * len(operands))
 
     tap.defvjp(forward, backward)
-    # Under shard_map the sums are of each device: where `taps` comes to vary, they are added up.
+    # Under shard_map the sums are of each device: the transpose of this pcast adds them up.
     axes = set(varying_axes(jax.typeof(y))) - set(varying_axes(jax.typeof(taps)))
     if axes:
         taps = lax.pcast(taps, tuple(sorted(axes)), to="varying")
@@ -189,7 +189,7 @@ def _tap(
 
 
 def _rounding(eqn: JaxprEqn, how: ProductFormat, *, backward: bool) -> _Rounding:
-    """What rounds an operand, given which, and what the result; None if nothing is rounded."""
+    """Returns functions that round an operand, by its index, and the result; None if none does."""
     if not how.is_low:
         return None
     fmt = how.format_of(backward=backward)
@@ -204,7 +204,7 @@ def _rounding(eqn: JaxprEqn, how: ProductFormat, *, backward: bool) -> _Rounding
 
 
 def _nearest(x: Any, dtype: str) -> Any:
-    """Values of a dtype, in float32: XLA might leave out a conversion to it and back."""
+    """Rounds to a dtype's values, in float32: XLA might drop a conversion to it and back."""
     if dtype == "float32":
         return x
     info = jnp.finfo(dtype)
@@ -212,7 +212,7 @@ def _nearest(x: Any, dtype: str) -> Any:
 
 
 def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> Any:
-    """Values of an operand in 8 bits, scaled back; blocks lie along what is summed."""
+    """Rounds an operand to 8 bits and scales it back; blocks lie along the axes `summed`."""
     every = tuple(range(x.ndim))
     if granularity == "tensor":
         return dequantize(quantize(x, fmt, every))
@@ -227,10 +227,10 @@ def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> 
 def ways_of(
     loss: PreparedLoss, batch: Any, candidates: Sequence[Policy], paths: Sequence[Path]
 ) -> dict[Path, tuple[ProductFormat, ...]]:
-    """For each module, in what its products are multiplied under each candidate.
+    """Returns the formats of each module's products, one for each candidate.
 
-    Of products that a policy treats differently, as those of a layer and of attention inside it,
-    the module has the way of the fewest bits.
+    If a policy treats some products of a module differently, as those of a layer and of attention
+    inside it, the format of the fewest bits is taken.
     """
     ways: dict[Path, list[ProductFormat]] = {path: [] for path in paths}
     for policy in candidates:
@@ -251,7 +251,7 @@ def ways_of(
 
 
 def _multiplied(step: Step, policy: Policy) -> ProductFormat:
-    """In what a planned product is multiplied."""
+    """Returns the format that a planned product multiplies."""
     if isinstance(step.op, QuantizedDot):
         return ProductFormat(np.dtype(policy.compute_dtype).name, step.op.product.recipe)
     low = [dtype for dtype in step.ins if dtype in LOW_DTYPES]

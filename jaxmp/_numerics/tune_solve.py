@@ -1,7 +1,7 @@
 """The cheapest choices within a budget of error: a knapsack with one choice for each group.
 
-All choices that no other beats in both cost and error are found at once, group by group, so that
-another budget is a look-up.
+The Pareto front, which is all choices that no other beats in both cost and error, is found at once,
+group by group, so that another budget is a look-up.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-# Totals that are kept at most. Models repeat their layers, so that there are few: with more, the
-# totals are thinned, and a choice may cost up to a part in so many, for each group, too much.
+# The most totals that are kept. Models repeat their layers, so that there are few: if there are
+# more, they are thinned, and each group may add an excess cost of up to one part in this many.
 LIMIT = 20_000
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -22,7 +22,7 @@ Integers = np.ndarray[Any, np.dtype[np.intp]]
 
 @dataclasses.dataclass(frozen=True)
 class Front:
-    """Choices that none beats, cheap ones first; `exact` if no total was dropped."""
+    """The choices that no other beats, cheapest first; `exact` if no total was dropped."""
 
     costs: Floats
     errors: Floats
@@ -30,7 +30,7 @@ class Front:
     _steps: tuple[tuple[Integers, Integers], ...] = dataclasses.field(repr=False)
 
     def choices(self, index: int) -> tuple[int, ...]:
-        """For each group, which of its options is chosen."""
+        """Returns the option of each group in the choice at `index`."""
         chosen = []
         for parents, options in reversed(self._steps):
             chosen.append(int(options[index]))
@@ -38,7 +38,7 @@ class Front:
         return tuple(reversed(chosen))
 
     def within(self, budget: float) -> int:
-        """The cheapest whose error is at most so much.
+        """Returns the index of the cheapest choice whose error is at most `budget`.
 
         Raises:
           ValueError: if there is none.
@@ -55,9 +55,10 @@ class Front:
 def front(
     costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], limit: int = LIMIT
 ) -> Front:
-    """All that none beats, of one option for each group; costs and errors add up.
+    """Finds the Pareto front of choosing one option for each group; costs and errors add up.
 
-    An error is not negative, and infinite for what must not be chosen. `limit` totals are kept.
+    Errors are not negative, and infinite for options that must not be chosen. At most `limit`
+    totals are kept.
 
     Raises:
       ValueError: if a group has no option with a finite error.
@@ -72,7 +73,7 @@ def front(
     cost, error = np.zeros(1), np.zeros(1)
     steps = []
     exact = True
-    # Sums of equal numbers in another order differ in their last bits: they are one total.
+    # Sums of equal numbers in another order differ in their last bits: they count as one total.
     grain = max(sum(max(c) for c in costs), 1e-300) * 1e-12
     for group, (c, e) in enumerate(zip(costs, errors, strict=True)):
         options = np.flatnonzero(np.isfinite(e))
@@ -91,7 +92,7 @@ def front(
 
 
 def _thinned(kept: Integers, costs: Floats, limit: int) -> Integers:
-    """Of those in each stretch of cost the one of the least error; and the cheapest of all."""
+    """Keeps the choice of least error in each interval of cost, and the cheapest of all."""
     width = (costs[-1] - costs[0]) / (limit - 1) or 1.0
     bins = ((costs - costs[0]) / width).astype(int)
     last = np.flatnonzero(np.concatenate([bins[1:] != bins[:-1], [True]]))

@@ -1,4 +1,4 @@
-"""`validate`: does training come to the same under another policy, or is the difference chance?"""
+"""`validate`: does another policy train to the same result, apart from chance?"""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def validate(
     key: Any = None,
     progress: bool = True,
 ) -> Callable[..., ValidationReport]:
-    """Trains in float32 and under other policies, and says whether they come to the same.
+    """Trains in float32 and under other policies, and judges whether the results are the same.
 
     Every run of a seed starts from the same parameters and sees the same batches in the same order;
     only the policy differs, and each run is compared with float32's of its seed. But float32 itself
-    comes to another loss as soon as one last bit differs: so it also runs with each initial
-    parameter moved to the number above or below, or left, at random. What the mean over seeds of
-    such differences stays below 19 times in 20 is its *noise floor*. Rounding disturbs more than a
-    last bit, so the policy's own differences, as they scatter from seed to seed, count as well: the
-    *noise* is the wider of the two. The verdict on the final loss:
+    reaches another loss as soon as one last bit differs: so it also runs with each initial
+    parameter moved to the number above or below, or left, at random. The bound that the mean over
+    seeds of such differences stays below, 19 times in 20, is its *noise floor*. Rounding disturbs
+    more than a last bit, so the scatter of the policy's own differences from seed to seed counts as
+    well: the *noise* is the wider of the two. The verdict on the final loss:
 
     * **passes**: the policy's is within `threshold` of float32's, and so is the noise;
-    * **fails**: it is beyond `threshold`, and beyond the noise. So does a loss that is not finite,
-      and gradient norms or curves that are so by their own thresholds;
+    * **fails**: it is beyond `threshold`, and beyond the noise. A loss that is not finite also
+      fails, as do gradient norms or curves beyond their own thresholds;
     * **inside noise: proves nothing**: the noise is wider than `threshold`, and the difference
-      inside it: had the policy done harm, this would not have shown it. More seeds, longer runs or
-      a lower learning rate would. So does a policy that changes not one bit.
+      inside it: if the policy did harm, this would not show it. More seeds, longer runs or a lower
+      learning rate would. A policy that does not change a single bit proves nothing either.
 
     The final loss is `evaluate`'s, if `make_step` returns one; else the mean training loss of the
     last twentieth of the steps. Differences are relative to float32's mean, in either direction.
@@ -61,46 +61,47 @@ def validate(
 
         * ``state``: a pytree, such as a `TrainState`, or NNX modules;
         * ``step(state, i) -> (state, loss)`` makes step ``i``, or with `batches` ``step(state,
-          batch)``, or of tuples ``step(state, x, y)``. Best compiled, by `jax.jit`; a function made
-          once for each policy and cached compiles once for all seeds. In place of the loss it may
-          return a dict of numbers: "loss", not multiplied by a loss scale, and if you like
-          "grad_norm" (unscaled too), "loss_scale", and "finite", which says whether the step was
-          made;
-        * ``evaluate(state) -> loss``, on what is held out.
+          batch)``, or for tuples ``step(state, x, y)``. Best compiled, by `jax.jit`; a function
+          made once for each policy and cached compiles once for all seeds. In place of the loss it
+          may return a dict of numbers: "loss", not multiplied by a loss scale, and optionally
+          "grad_norm" (unscaled too), "loss_scale", and "finite", which is whether the step was
+          applied;
+        * ``evaluate(state) -> loss``, on held-out data.
 
-        Everything in it has to follow from the policy and the seed.
-      policy: what to compare: what `jaxmp.get_policy` takes, one or several, or a mapping of names
-        to whatever your `make_step` takes for a policy.
-      seeds: how many, from 0 on, or which. Two tell little: the noise narrows fast with more.
-      reference: what to compare with instead of float32: a policy, or what `make_step` takes.
-      nudges: how many nudged runs per seed.
+        Everything in it must be determined by the policy and the seed.
+      policy: the policies to compare: one or several that `jaxmp.get_policy` takes, or a mapping of
+        names to whatever your `make_step` takes for a policy.
+      seeds: the number of seeds, from 0 on, or the seeds. Two prove little: the noise narrows fast
+        with more.
+      reference: the policy to compare with instead of float32, or what `make_step` takes for one.
+      nudges: the number of nudged runs per seed.
       threshold: the largest relative difference in final loss that passes.
-      grad_norm_threshold: the same of gradient norms, of which the median over the steps of the
+      grad_norm_threshold: the same for gradient norms, of which the median over the steps of the
         relative difference is taken; None not to judge them.
-      curve_threshold: the same of the training loss on average over all steps; None not to judge
-        it. Where steps were skipped, which moves the rest of a curve along, it is not judged.
-      out: a folder where finished runs are kept: a validation that was killed goes on with the run
-        it was at. A run is made again when one of these has changed: the policy, the seed, `steps`;
-        `key`; versions of jaxmp, JAX, Flax, optax, NumPy and Python; the device, XLA_FLAGS, matmul
-        precision, 64 bits, and what makes random bits.
-      key: what else decides the outcome, as anything whose `repr` says so: a version of your code
-        and data. None: the first step as JAX traces it, with the state and the batch that it is
-        called with, and `evaluate`. What later steps read from elsewhere is not known then.
-      misplaced: takes nothing: it says where more arguments go.
-      progress: whether there is a bar on stderr.
+      curve_threshold: the same for the training loss on average over all steps; None not to judge
+        it. If steps were skipped, which shifts the rest of a curve, it is not judged.
+      out: a folder where finished runs are kept: a validation that was killed continues with the
+        run it was at. A run is repeated when one of these has changed: the policy, the seed,
+        `steps`; `key`; versions of jaxmp, JAX, Flax, optax, NumPy and Python; the device,
+        XLA_FLAGS, matmul precision, 64 bits, and the random number generator.
+      key: anything else that determines the outcome, by its `repr`: a version of your code and
+        data. None: the first step as JAX traces it, with the state and the batch that it is called
+        with, and `evaluate`. Data that later steps read from elsewhere is not covered then.
+      misplaced: takes nothing; its error says where further arguments go.
+      progress: whether to show a bar on stderr.
 
     Returns:
       A function of ``(steps, batches=None)`` that returns the report: `print` it, `plot` it.
-      ``steps`` is how many each run makes. ``batches(seed)`` returns an iterable of at least
-      ``steps`` batches, pytrees of arrays, again at each call: they are compared from run to run.
+      ``steps`` is the number of steps of each run. ``batches(seed)`` returns an iterable of at
+      least ``steps`` batches, pytrees of arrays, the same at each call: runs are checked for that.
 
     Raises:
       ValueError: if a policy is unknown or named twice; an option is out of range; batches or
-        losses show that `make_step` or `batches` do not follow from policy and seed alone; float32
+        losses show that `make_step` or `batches` depend on more than policy and seed; float32
         itself does not reach a finite loss; a metric is missing or not a number.
-      TypeError: if something is not callable, or returns what it must not; if, with `out` and
-        without `key`, JAX cannot trace `step`.
-      RuntimeError: on a CPU that sums bfloat16 products in bfloat16; it says which flag mends it.
+      TypeError: if something is not callable, or returns a wrong type; if, with `out` and without
+        `key`, JAX cannot trace `step`.
+      RuntimeError: on a CPU that sums bfloat16 products in bfloat16; it names the flag that helps.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxmp
@@ -174,7 +175,7 @@ def validate(
 
 
 class _Runs:
-    """Makes the runs that are not kept, and checks each against the reference of its seed."""
+    """The maker of runs that are not cached; checks each against the reference of its seed."""
 
     def __init__(
         self, task: Task, kept: RunCache, key: Any, numerics: Mapping[str, str], bar: Any
@@ -278,7 +279,7 @@ def _named_policies(policies: Any) -> dict[str, Any]:
 
 
 def _parsed(policy: Any) -> Any:
-    """As jaxmp reads it; as it is, if it is something that `make_step` alone understands."""
+    """Parses a policy; returns it as it is if only `make_step` understands it."""
     try:
         return get_policy(policy)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Whose numerics a validation measures: the backend, its versions and its settings."""
+"""The numerics that a validation measures: the backend, its versions and its settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXCESS: Final = re.compile(r"--xla_allow_excess_precision(?:=(\w+))?")
 
 
 def describe_numerics() -> dict[str, str]:
-    """What decides the numbers here, in words: hardware, versions, settings.
+    """Describes what determines the numerics here: hardware, versions, settings.
 
     Example:
       >>> describe_numerics()["matmul precision"]
@@ -34,7 +34,7 @@ def describe_numerics() -> dict[str, str]:
     """
     device = default_device()
     flags = os.environ.get("XLA_FLAGS", "").split()
-    # The version is the root's to say, and this is below it: it has been imported, or we were not.
+    # The version is defined in the root package, which is imported before this module.
     version = vars(sys.modules["jaxmp"])["__version__"]
     return {
         "backend": device.platform,
@@ -52,7 +52,7 @@ def describe_numerics() -> dict[str, str]:
 
 
 def remarks_on(numerics: Mapping[str, str]) -> tuple[str, ...]:
-    """What a reader of a report has to know of the numerics it was made with."""
+    """Returns remarks on the numerics of a report, for its readers."""
     said = []
     default = numerics["matmul precision"] == "JAX's default"
     tf32 = (compute_capability(default_device()) or (0, 0)) >= (8, 0)
@@ -81,7 +81,7 @@ def remarks_on(numerics: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def check_cpu_sums(policies: Iterable[Any]) -> None:
-    """Refuses to measure the CPU backend's own error instead of a policy's.
+    """Raises if the CPU backend's own error would be measured instead of a policy's.
 
     Raises:
       RuntimeError: on a CPU whose bfloat16 products are summed in bfloat16, if a policy may compute
@@ -101,7 +101,7 @@ def check_cpu_sums(policies: Iterable[Any]) -> None:
 
 
 def with_cpu_sums(flags: str | None) -> str:
-    """XLA_FLAGS with the flag that mends a CPU's sums, where this JAX needs one.
+    """Returns XLA_FLAGS with the flag that fixes a CPU's sums, if this JAX needs one.
 
     Example:
       >>> with_cpu_sums("--xla_a=1").startswith("--xla_a=1")
@@ -115,7 +115,7 @@ def with_cpu_sums(flags: str | None) -> str:
 
 @functools.cache
 def _sums_in_bfloat16() -> bool:
-    """Tries it: the flag may have been set too late, and a later JAX may not need it."""
+    """Tests the backend: the flag may have been set too late, or a later JAX not need it."""
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(((x @ w).astype(jnp.float32) - 1) ** 2)

@@ -1,4 +1,4 @@
-"""What `validate` returns: a verdict per policy, and how it prints."""
+"""The report of `validate`: a verdict per policy, and its text."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jaxmp._screen import markdown, plain, table, wrapped
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """What `jaxmp.validate` found, policy by policy. Print it.
+    """The report of `jaxmp.validate`, policy by policy. Print it.
 
     Attributes:
       policies: one result per policy, with its `verdict`, `reasons`, `checks` and `runs`.
-      reference: the name of what they were compared with: "float32".
-      steps: of each run.
-      seeds: of the runs.
+      reference: the name of the policy that they were compared with: "float32".
+      steps: the number of steps of each run.
+      seeds: the seeds of the runs.
       threshold: the largest relative difference in final loss that passes.
       spread: the reference's final loss from seed to seed, largest less smallest, relative to its
         mean; None for one seed.
-      floor: its noise floor: how far the mean final loss is from itself by chance, relative to it.
+      floor: its noise floor: the relative difference of its mean final loss that chance explains.
       reference_runs: one per seed.
       nudged_runs: one or more per seed: the reference, its parameters nudged in their last bits.
-      numerics: whose numerics these are: backend, versions, settings.
-      remarks: what has to be known of them.
+      numerics: the backend, versions and settings that determine the numerics.
+      remarks: remarks on these numerics.
     """
 
     policies: tuple[PolicyResult, ...]
@@ -46,7 +46,7 @@ class ValidationReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every policy passes; not so if a comparison proves nothing."""
+        """Whether every policy passes; False if a comparison proves nothing."""
         return all(result.verdict == PASSES for result in self.policies)
 
     @property
@@ -55,7 +55,7 @@ class ValidationReport:
         return any(result.verdict == FAILS for result in self.policies)
 
     def __getitem__(self, label: str) -> PolicyResult:
-        """The result of a policy, by its name."""
+        """Returns the result of a policy, by its name."""
         for result in self.policies:
             if result.label == label:
                 return result
@@ -63,10 +63,10 @@ class ValidationReport:
         raise KeyError(f"there is no policy {label!r} in the report; there are {names}")
 
     def to_dict(self, *, runs: bool = True) -> dict[str, Any]:
-        """The report as plain data, for JSON: what is not finite is None.
+        """Returns the report as plain data, for JSON: numbers that are not finite are None.
 
         Args:
-          runs: whether with every run, step by step.
+          runs: whether to include every run, step by step.
         """
         data: dict[str, Any] = plain(dataclasses.asdict(self))
         if not runs:
@@ -76,7 +76,7 @@ class ValidationReport:
         return data | {"passed": self.passed, "failed": self.failed}
 
     def to_markdown(self) -> str:
-        """The report in Markdown: a table, a reason for each verdict, whose numerics these are."""
+        """Returns the report in Markdown: a table, a reason for each verdict, and the numerics."""
         rows = self._rows()
         lines = [self._heading(), "", *markdown(rows, right=range(1, len(rows[0]) - 1))]
         lines += ["", *self._said(), ""]
@@ -87,7 +87,7 @@ class ValidationReport:
         """Draws curves, differences, gradient norms and loss scales into a picture.
 
         Args:
-          path: of the file, with the ending of its format, such as ``.png``.
+          path: the file of the picture; its suffix is the format, such as ``.png``.
 
         Raises:
           ImportError: if matplotlib is not installed: the extra ``plots``.

@@ -1,4 +1,4 @@
-"""One training run of a validation: what `make_step` returns is checked, called and recorded."""
+"""One training run of a validation: checks, calls and records the result of `make_step`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need n
 _HOPELESS: Final = 100
 _MADE: Final = "(state, step), or (state, step, evaluate) with evaluate(state) -> loss"
 _KEPT: Final = ("loss", "grad_norm", "loss_scale", "finite")
-# What is nudged, by its width in bytes, and what is not: a power of two.
+# The dtypes that are nudged, by width in bytes; and the names that are not: a power of two.
 _BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
 _NEVER: Final = {"loss_scale"}
 
@@ -34,7 +34,7 @@ Made = tuple[Any, Callable[..., Any], Callable[..., Any] | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What every run has in common."""
+    """The settings that all runs have in common."""
 
     make_step: Callable[..., Any]
     batches: Callable[[int], Any] | None
@@ -43,7 +43,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """Which run: of the policy called `label`, from a seed; nudged if `nudge` is not 0."""
+    """A run to make: of the policy called `label`, from a seed; nudged if `nudge` is not 0."""
 
     label: str
     policy: Any
@@ -56,20 +56,20 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What a training run came to, step by step.
+    """The record of a training run, step by step.
 
     Attributes:
       label: the policy's name.
-      seed: of the run.
+      seed: the seed of the run.
       nudge: which of the nudged runs of this seed; 0 for one that was not.
-      losses: of each step, on its batch. Fewer than the steps if the run was given up, its losses
-        having been non-finite for 100 steps.
+      losses: of each step, on its batch. Fewer than the steps if the run was given up, after its
+        losses had been non-finite for 100 steps.
       grad_norms: of each step, if the step reports them.
       loss_scales: likewise.
-      finite: likewise: whether the step was made.
+      finite: likewise: whether the step was applied, not skipped.
       final: the loss that is judged: `evaluate`'s after the last step, or the mean training loss of
         the last twentieth of the steps.
-      held_out: whether it is `evaluate`'s.
+      held_out: whether `final` is `evaluate`'s.
       data: a checksum of each batch, if there are `batches`.
     """
 
@@ -86,19 +86,19 @@ class Run:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
-        """The run whose fields these are, lists for tuples."""
+        """Returns the run with these fields, in which lists stand for tuples."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
         return cls(**fields)
 
     def same_as(self, other: Run) -> bool:
-        """Whether both made the same losses, to the bit."""
+        """Returns whether both runs have the same losses, to the bit."""
         return self.losses == other.losses and self.final == other.final
 
 
 def make(task: Task, job: Job) -> Made:
-    """The state, step and `evaluate` of a run.
+    """Makes the state, step and `evaluate` of a run.
 
     Raises:
       TypeError: if `make_step` returns something else.
@@ -125,7 +125,7 @@ def make(task: Task, job: Job) -> Made:
 
 
 def program_of(task: Task, job: Job, made: Made) -> str:
-    """What a run computes, as a hash: its first step, `evaluate`, and the arrays they begin with.
+    """Hashes a run's program: its first step, `evaluate`, and the arrays that they begin with.
 
     Raises:
       TypeError: if JAX cannot trace them.
@@ -150,14 +150,14 @@ def program_of(task: Task, job: Job, made: Made) -> str:
 def train(
     task: Task, job: Job, made: Made, tick: Callable[[int], Any], data: tuple[int, ...] = ()
 ) -> Run:
-    """Makes one run, whose batches have the checksums `data`, if those are known.
+    """Makes one run, whose batches must have the checksums `data`, if those are known.
 
-    `tick` is told how many steps were made since it was called last.
+    `tick` is called with the number of steps since its last call.
 
     Raises:
-      TypeError: if `step` or `evaluate` returns something else than it has to.
-      ValueError: if a metric is missing or no number, the batches end early or differ from `data`,
-        or nothing in the state can be nudged.
+      TypeError: if `step` or `evaluate` returns a wrong type.
+      ValueError: if a metric is missing or not a number, the batches end early or differ from
+        `data`, or nothing in the state can be nudged.
     """
     state, step, evaluate = made
     record: dict[str, list[Any]] = {name: [] for name in _KEPT}
@@ -218,7 +218,7 @@ def train(
 
 
 def _feed(task: Task, seed: int) -> Iterator[Any]:
-    """What `step` takes after the state: the step's number, or its batch."""
+    """Yields the second argument of each step: its number, or its batch."""
     if task.batches is None:
         yield from range(task.steps)
         return
@@ -247,7 +247,7 @@ def _checksum(batch: Any) -> int:
 
 
 def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
-    """Returns `step(state, batch)`, also of one that takes the parts, `step(state, x, y)`."""
+    """Returns `step` as step(state, batch), also one that takes parts, step(state, x, y)."""
     wrong = mismatch(step, None, fed)
     if not wrong:
         return step
@@ -261,7 +261,7 @@ def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
 
 
 def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
-    """The state, and those of the metrics that are kept."""
+    """Returns the state, and the metrics that are kept."""
     wanted = 'step must return (state, loss), or (state, metrics) as {"loss": loss}'
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"validate: {wanted}; step {i} of {job} returned {_kind(result)}.")
@@ -295,7 +295,7 @@ def _evaluated(evaluate: Callable[..., Any], state: Any) -> float:
 
 
 def _final(record: Mapping[str, Sequence[Any]], steps: int) -> float:
-    """The mean over the last twentieth of the steps, without skipped ones; NaN if given up."""
+    """Returns the mean over the last twentieth of the steps without skips; NaN if given up."""
     window = max(1, steps // 20)
     losses = record["loss"][-window:]
     made = record["finite"][-window:] or [True] * len(losses)
@@ -364,9 +364,9 @@ def _nudge_leaves(leaves: list[Any], draw: np.random.Generator) -> tuple[list[An
 
 
 def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
-    """A floating array of 16 bits or more, changed; whatever else, or has not changed, as it is.
+    """Returns a floating array of 16 bits or more with its elements moved; other leaves as is.
 
-    On the host: there is nothing to compile for each shape.
+    It runs on the host, where nothing is compiled for each shape.
     """
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in _BITS:

@@ -1,4 +1,4 @@
-"""How far runs are from float32's, how far float32 is from itself, and what follows from both."""
+"""The verdicts of a validation: differences from float32, compared with float32's own noise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSES: Final = "passes"
 FAILS: Final = "fails"
 NOISE: Final = "inside noise: proves nothing"
 
-# Student's t, two-sided, 95 %: of so many degrees of freedom, or the largest number below.
+# Student's t, two-sided, 95 %, by degrees of freedom; for others, that of the next lower number.
 _FEW = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _STUDENT: Final = dict(enumerate(_FEW, 1)) | {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0}
 
@@ -30,11 +30,11 @@ class Check:
     Attributes:
       name: "final loss", "gradient norm" or "curve".
       difference: from float32's, relative; the mean over seeds.
-      threshold: the largest that passes.
-      floor: float32's noise floor: how far nudged runs are from it, 19 times in 20.
-      scatter: what the mean of the policy's differences may be off by, 19 times in 20, as they
-        differ from seed to seed; None for one seed.
-      outcome: as `judge` has it.
+      threshold: the largest difference that passes.
+      floor: float32's noise floor: the difference of nudged runs stays below it 19 times in 20.
+      scatter: the error of the mean of the policy's differences stays below it 19 times in 20, as
+        estimated from seed to seed; None for one seed.
+      outcome: the verdict of `judge`.
     """
 
     name: str
@@ -46,25 +46,25 @@ class Check:
 
     @property
     def noise(self) -> float:
-        """What chance makes of the difference: the larger of `floor` and `scatter`."""
+        """The difference that chance explains: the larger of `floor` and `scatter`."""
         return max(self.floor, self.scatter or 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """What a validation found of one policy.
+    """The result of a validation for one policy.
 
     Attributes:
       label: the policy's name.
       verdict: "passes", "fails" or "inside noise: proves nothing".
-      reasons: why, in sentences.
+      reasons: the reasons, in sentences.
       final_loss: the mean over seeds.
       checks: the quantities that were judged, the final loss first. If any fails, the policy does;
         if none does, the final loss' outcome is the verdict.
       curve_distance: the area between the curves of training losses and float32's, relative to that
         under float32's; the mean over seeds.
-      curve_floor: the largest such of float32's nudged runs.
-      skipped_count: the steps that were not made, in all seeds.
+      curve_floor: the largest such area of float32's nudged runs.
+      skipped_count: the number of steps that were skipped, in all seeds.
       runs: one per seed.
     """
 
@@ -79,14 +79,14 @@ class PolicyResult:
     runs: tuple[Run, ...]
 
     def check(self, name: str) -> Check | None:
-        """The check of that name, if the quantity was judged."""
+        """Returns the check of a quantity by name; None if it was not judged."""
         return next((check for check in self.checks if check.name == name), None)
 
 
 def conclude(
     label: str, runs: Sequence[Run], base: Sequence[Run], nudged: Sequence[Run], limits: Limits
 ) -> PolicyResult:
-    """Judges a policy's runs and says why; the arguments are those of `judge_runs`."""
+    """Judges a policy's runs and gives reasons; the arguments are those of `judge_runs`."""
     checks = judge_runs(runs, base, nudged, limits)
     same = all(run.same_as(other) for run, other in zip(runs, base, strict=True))
     outcomes = {check.outcome for check in checks}
@@ -130,7 +130,7 @@ def conclude(
 
 
 def in_words(check: Check, base: str) -> str:
-    """A check as a sentence."""
+    """Describes a check in a sentence."""
     noise, threshold = percent(check.noise, sign=False), f"{100 * check.threshold:g}%"
     of = f"{base}'s, nudged" if check.noise == check.floor else "from seed to seed"
     is_it = f"{check.name} {percent(check.difference)} from {base}'s"
@@ -145,7 +145,7 @@ def in_words(check: Check, base: str) -> str:
 
 
 def percent(x: float, *, sign: bool = True) -> str:
-    """A ratio in percent, however large or small.
+    """Formats a ratio in percent, however large or small.
 
     Example:
       >>> percent(0.00123), percent(-3e-7), percent(291.17), percent(0.02, sign=False)
@@ -173,7 +173,7 @@ def _non_finite(runs: Sequence[Run]) -> list[str]:
 
 
 def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list[str]:
-    """What the gradients say of it: zeros, and those of the first step, from equal parameters."""
+    """Describes gradients that are zero, or whose norm differs in the first step."""
     pairs = [_both(run.grad_norms, other.grad_norms) for run, other in zip(runs, base, strict=True)]
     zeros = sum(int(((norms == 0) & (reference > 0)).sum()) for norms, reference in pairs)
     of = sum(len(norms) for norms, _ in pairs)
@@ -197,10 +197,10 @@ def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list
 
 
 def judge(difference: float, threshold: float, noise: float) -> str:
-    """The verdict of one quantity.
+    """Returns the verdict on one quantity.
 
-    Within the threshold it passes, and beyond it fails, unless chance makes as much: where noise is
-    wider than the threshold, a difference inside it is no evidence either way.
+    Within the threshold it passes, and beyond it fails, unless chance explains it: if noise is
+    wider than the threshold, a difference inside the noise is no evidence either way.
 
     Example:
       >>> judge(0.004, 0.005, 0.001), judge(0.006, 0.005, 0.001)
@@ -218,12 +218,12 @@ def judge(difference: float, threshold: float, noise: float) -> str:
 def judge_runs(
     runs: Sequence[Run], base: Sequence[Run], nudged: Sequence[Run], limits: Limits
 ) -> tuple[Check, ...]:
-    """Compares a policy's runs with float32's of the same seeds, and its nudged ones."""
+    """Compares a policy's runs with float32's of the same seeds, and with nudged ones."""
     scale = scale_of(base)
     nudged_pairs = _with_base(nudged, base)
     pairs = list(zip(runs, base, strict=True))
     checks = []
-    # A step that is skipped moves the rest of the curve along: shown, and not judged.
+    # A skipped step shifts the rest of the curve, which is shown then, but not judged.
     left_out = any(_skipped(run) for run in runs)
     curve = limits["curve"] and (math.inf if left_out else limits["curve"])
     for name, threshold, difference in (
@@ -245,7 +245,7 @@ def judge_runs(
 
 
 def spread_of(base: Sequence[Run]) -> float | None:
-    """float32's final loss from seed to seed: largest less smallest, relative to the mean."""
+    """Returns the range of float32's final losses over seeds, relative to the mean; or None."""
     finals = [run.final for run in base]
     return (max(finals) - min(finals)) / scale_of(base) if len(finals) > 1 else None
 
@@ -256,21 +256,22 @@ def _with_base(runs: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]
 
 
 def scale_of(base: Sequence[Run]) -> float:
-    """What differences of final losses are relative to."""
+    """Returns the mean final loss, to which differences of final losses are relative."""
     return abs(float(np.mean([run.final for run in base]))) or 1e-300  # every difference is large
 
 
 def _floor(chance: np.ndarray[Any, Any], seeds: int) -> float:
-    """What the mean over seeds of such differences stays below, 19 times in 20.
+    """Returns the bound that a mean of such differences over seeds stays below, 19 times in 20.
 
     Their expectation is zero, so the root of their mean square estimates their deviation, with as
-    many degrees of freedom as there are; of a mean over seeds it is smaller by their root.
+    many degrees of freedom as there are differences; the deviation of a mean over seeds is smaller
+    by the root of the number of seeds.
     """
     return float(_student(len(chance)) * np.sqrt(np.mean(chance**2) / seeds))
 
 
 def _scatter(differences: np.ndarray[Any, Any]) -> float | None:
-    """The same for differences whose expectation is not known, by how they differ."""
+    """Returns the same for differences of unknown expectation, from their own deviation."""
     seeds = len(differences)
     if seeds == 1 or not np.isfinite(differences).all():
         return None
@@ -286,19 +287,19 @@ def _skipped(run: Run) -> int:
 
 
 def _of_norms(run: Run, base: Run) -> float:
-    """The middle one of the steps' relative differences in gradient norm; NaN if unreported."""
+    """Returns the median over steps of the relative difference in gradient norm; NaN if none."""
     norms, reference = _both(run.grad_norms, base.grad_norms)
     made = np.isfinite(norms) & np.isfinite(reference) & (reference > 0)
     return float(np.median(norms[made] / reference[made])) - 1 if made.any() else math.nan
 
 
 def _between_curves(run: Run, base: Run) -> float:
-    """The area between the two, whichever is above."""
+    """Returns the relative area between two curves, whichever is above."""
     return _area(run, base, np.abs)
 
 
 def _area(run: Run, base: Run, of: Callable[..., Any] = np.positive) -> float:
-    """By how much a curve of training losses is above float32's, on average, relative to it."""
+    """Returns the mean of a loss curve's differences from float32's, relative to the latter."""
     losses, reference = _both(run.losses, base.losses)
     made = np.isfinite(losses) & np.isfinite(reference)
     if len(losses) < len(base.losses) or not made.any():

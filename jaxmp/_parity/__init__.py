@@ -1,6 +1,6 @@
-"""Whether two programs are the same model: do their layers differ by more than rounding?
+"""Parity of two programs: do their layers differ by more than rounding explains?
 
-`layers` finds the values that modules hand to one another, `rounding` runs a program with its
-roundings drawn at random, `runs` tells from that how far they move each layer, `match` pairs the
-layers of two programs, and `report` has the verdict.
+`layers` finds the values that modules pass to one another, `rounding` runs a program with randomly
+drawn roundings, `runs` estimates from such runs how far rounding moves each layer, `match` pairs
+the layers of two programs, and `report` has the verdict.
 """

@@ -1,4 +1,4 @@
-"""The layers of a program: the values that modules and named scopes hand to one another."""
+"""The layers of a program: the values that modules and named scopes pass to one another."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LayerValue:
     """A value of a program.
 
     Attributes:
-      name: its place in the program: equation and result, after those of what it is inside.
+      name: the numbers of its equation and result, ``7:0``, after those of the jaxprs around it.
       path: the module that computes it.
       line: ``file.py:line``.
       op: the primitive.
       dtype: its dtype.
       shape: its shape; in a loop, of one iteration.
-      layers: what it is called: the output of a module, ``path``, or ``path#1``, … of one that has
-        several or is called several times, or its input, ``path (input)``.
+      layers: its names as a layer: the output of a module, ``path``, or ``path#1``, … if the module
+        has several or is called several times, or the input of one, ``path (input)``.
     """
 
     name: str
@@ -51,9 +51,9 @@ class LayerValue:
 
 
 def values_of(jaxpr: Any) -> Iterator[LayerValue]:
-    """Yields the values of a closed jaxpr and of what is inside, in the order in which they run.
+    """Yields the values of a closed jaxpr and its inner jaxprs, in the order in which they run.
 
-    Not those of loops of unknown length, whose iterations cannot be told apart.
+    Skips those in loops of unknown length, whose iterations cannot be told apart.
     """
     yield from _values(jaxpr, Place(), "", Counter())
 
@@ -92,7 +92,7 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def _cast(eqns: Sequence[JaxprEqn]) -> dict[Any, Any]:
-    """What autocast converted, which may be in another module, and what it is of."""
+    """Maps the results of autocast's casts, which may be in another module, to their sources."""
     same: dict[Any, Any] = {}
     for eqn in eqns:
         if eqn.primitive.name == "convert_element_type" and in_scope(eqn, CAST):
@@ -102,7 +102,7 @@ def _cast(eqns: Sequence[JaxprEqn]) -> dict[Any, Any]:
 
 
 def _crossed(place: Place, readers: Sequence[Place]) -> list[str]:
-    """The modules that a value leaves, the innermost first, and those that it enters."""
+    """Returns the modules that a value leaves, the innermost first, and those that it enters."""
     side = ", backward" if place.backward else ""
     own = _scopes(place.path)
     left, entered = dict[str, None](), dict[str, None]()
@@ -117,7 +117,7 @@ def _crossed(place: Place, readers: Sequence[Place]) -> list[str]:
 
 
 def _scopes(path: str) -> list[str]:
-    """A path and those of all that is around it, the innermost first; none of a `jnp.einsum`."""
+    """Returns a path and those around it, the innermost first, without scopes of `jnp.einsum`."""
     parts = [part for part in path.split("/") if part and "->" not in part]
     return ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
 

@@ -1,4 +1,4 @@
-"""Which layer of one program is which of the other: by name, or as a map says."""
+"""Pairs the layers of two programs: by name, or by a map that the caller gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Match = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
 
 
 class LayerPair(NamedTuple):
-    """A layer of both programs; `arrange` gives the other's array the form of this one's."""
+    """A layer of both programs; `arrange` gives the other's array the shape of this one's."""
 
     this: str
     other: str
@@ -21,8 +21,8 @@ def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterato
     """Yields the pairs of a map.
 
     Raises:
-      ValueError: if it names what is not there.
-      TypeError: if it is not a map to names, or to names and functions.
+      ValueError: if it names a layer that does not exist.
+      TypeError: if it does not map to names, or to pairs of a name and a function.
     """
     if not isinstance(match, Mapping):
         raise TypeError(
@@ -49,7 +49,7 @@ def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterato
 
 
 def by_name(these: Sequence[str], others: Sequence[str]) -> list[LayerPair]:
-    """The layers of one name; of what is left, those of alike names, if no other is as alike."""
+    """Pairs the layers of equal names; of the others, those of alike names that are unambiguous."""
     exact = set(these) & set(others)
     alike = [
         LayerPair(this, other)
@@ -63,13 +63,13 @@ def by_name(these: Sequence[str], others: Sequence[str]) -> list[LayerPair]:
 
 
 def _are_alike(this: str, other: str) -> bool:
-    """Whether names are the same below the roots of their modules, or one ends as the other."""
+    """Returns whether names are equal below their root modules, or one ends with the other."""
     a, b = (name.replace(".", "/") for name in (this, other))
     below = [name.partition("/")[2] for name in (a, b)]
     return a.endswith(f"/{b}") or b.endswith(f"/{a}") or (below[0] == below[1] != "")
 
 
 def listed(names: Sequence[str], most: int = 24) -> str:
-    """Names in a message."""
+    """Formats names for a message, at most `most` of them."""
     more = f", … and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(map(repr, names[:most])) or "none") + more

@@ -1,4 +1,4 @@
-"""Whether two programs are the same model, and where they are not."""
+"""`parity`: whether two programs are the same model, and the first layer that differs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PreparedParity:
     Attributes:
       this: the first program.
       other: the other, or its saved activations.
-      pairs: which layers are compared, in the order in which the first program computes them.
+      pairs: the layers to compare, in the order in which the first program computes them.
       dtype: as for `parity`.
     """
 
@@ -39,11 +39,11 @@ class PreparedParity:
     dtype: Any = None
 
     def run(self, arrays: Sequence[Any] | None = None) -> Parity:
-        """Compares them, on the arrays that they were prepared with or on others."""
+        """Compares the programs, on the arrays that they were prepared with or on others."""
         values = {pair: self.this.layers[pair.this] for pair in self.pairs}
         these = self.this.run({value.name: None for value in values.values()}, arrays, self.dtype)
         others = self._others(values, arrays)
-        for pair in sorted(values, key=lambda pair: INPUT in pair.this):  # outputs say more
+        for pair in sorted(values, key=lambda pair: INPUT in pair.this):  # outputs come first
             check_shapes(pair, these[values[pair].name].value, others[pair][1].value)
         rows: dict[tuple[str, str], tuple[ParityRow, LayerPair]] = {}
         for pair, value in values.items():
@@ -63,13 +63,13 @@ class PreparedParity:
     def _others(
         self, values: Mapping[LayerPair, LayerValue], arrays: Sequence[Any] | None
     ) -> dict[LayerPair, tuple[str, Spread]]:
-        """What the other has of each pair, and its name for it."""
+        """Returns the other program's value of each pair, with its name there."""
         if isinstance(self.other, Program):
             names = {pair: self.other.layers[pair.other].name for pair in self.pairs}
             keep = {names[pair]: pair.arrange for pair in self.pairs}
             found = self.other.run(keep, arrays, self.dtype)
             return {pair: (name, found[name]) for pair, name in names.items()}
-        # Nobody knows how they were computed: as f is, in the coarsest of their dtypes.
+        # How they were computed is unknown: assume like f, in the coarsest of their dtypes.
         saved = {
             pair: np.asarray((pair.arrange or np.asarray)(self.other[pair.other]))
             for pair in values
@@ -84,7 +84,7 @@ class PreparedParity:
         }
 
     def _located(self, row: ParityRow, pair: LayerPair, arrays: Sequence[Any] | None) -> str:
-        """Where a layer begins to differ: the first of its operations that does, in both."""
+        """Returns the first operation of a layer that differs, of those that both programs have."""
         if not isinstance(self.other, Program):
             return row.where
         programs = self.this, self.other
@@ -103,7 +103,7 @@ class PreparedParity:
 
 
 def _operations(program: Program, value: LayerValue) -> list[LayerValue]:
-    """What a module computes itself up to a value of its own, but for conversions."""
+    """Returns the values that a module itself computes up to `value`, without casts and copies."""
     names = [one.name for one in program.values]
     end = names.index(value.name) + 1 if value.name in names else len(names)
     return [
@@ -118,14 +118,14 @@ def _modules(other: Program | Saved) -> list[str]:
 
 
 def _is_wanted(pair: LayerPair, this: Program, other: Program | Saved) -> bool:
-    """Whether it is not an input, which modules may take in any order, or one of equal shapes."""
+    """Returns whether a pair is of outputs, or of equal shapes: the order of inputs may differ."""
     if INPUT not in pair.this or not isinstance(other, Program):
         return True
     return this.layers[pair.this].shape == other.layers[pair.other].shape
 
 
 def check_shapes(pair: LayerPair, x: Any, y: Any) -> None:
-    """Raises unless two arrays have one shape, but for axes of size 1."""
+    """Raises unless two arrays have the same shape, apart from axes of size 1."""
     a, b = (tuple(n for n in np.shape(array) if n != 1) for array in (x, y))
     if a != b:
         shapes = [f"{array.dtype}[{','.join(map(str, array.shape))}]" for array in (x, y)]
@@ -181,12 +181,12 @@ def parity(
 ) -> Callable[..., Parity]:
     """Finds the first layer in which two programs differ by more than rounding explains.
 
-    For a port and its original, a policy and float32, a trainer and its sampler. Layers are what
-    Flax modules and `jax.named_scope`s hand to one another, forward and backward: outputs, and
+    For a port and its original, a policy and float32, a trainer and its sampler. Layers are values
+    that Flax modules and `jax.named_scope`s pass to one another, forward and backward: outputs, and
     inputs that a module computes itself. Each is compared as a root mean square over its elements.
 
     The bound is not a constant. Each program is run eight times more with each rounding drawn up or
-    down by chance, in the dtype of each operation: how far the runs are apart is what rounding does
+    down at random, in the dtype of each operation: how far the runs are apart is what rounding does
     to this program on these numbers. A difference is beyond the bound, in theory, in one layer of
     10,000 that rounding alone explains (Fisher's F for the ratio of variances). The model is Higham
     and Mary's (A new approach to probabilistic rounding error analysis, 2019), made true by
@@ -195,21 +195,22 @@ def parity(
 
     Args:
       f: a function, a module's method or a Linen module's `apply`; NNX modules may be arguments.
-      g: another, which takes the same arguments; or saved activations, {name: array}, which may be
-        PyTorch's, taken to be computed as `f` is in the coarsest of their dtypes.
-      misplaced: takes nothing: it says where more arguments go.
+      g: another, with the same arguments; or saved activations, {name: array}, for example of
+        PyTorch, assumed to be computed like `f` in the coarsest of their dtypes.
+      misplaced: takes nothing; its error says where further arguments go.
       match: from layers of `f` to those of `g`, or to `(name, function)`, where the function gives
-        g's array the shape of f's. Only these are compared, and results. By default, layers of one
-        name, also below the root module or where one name ends as the other.
-      dtype: the finest rounding that is allowed everywhere: "float32" tells a hidden bfloat16 cast.
-        By default, each operation's own.
+        g's array the shape of f's. Only these and the results are compared. By default, layers of
+        equal names, also below the root module or where one name ends with the other.
+      dtype: the dtype whose rounding is allowed everywhere: "float32" reveals a hidden bfloat16
+        cast. By default, each operation's own.
 
     Returns:
-      A function of their arguments that gives a `Parity`: print it; it is true if nothing differs.
+      A function of their arguments that returns a `Parity`: print it; it is true if nothing
+      differs.
 
     Raises:
-      ValueError: if nothing matches, `match` names what is not there, or shapes differ.
-      TypeError: if `f` or `g` is not callable or `match` is no such map.
+      ValueError: if nothing matches, `match` names a layer that does not exist, or shapes differ.
+      TypeError: if `f` or `g` is not callable or `match` is not such a map.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp

@@ -1,4 +1,4 @@
-"""What was found of two programs, layer by layer, and what is said of it."""
+"""The report of `parity`: two programs compared layer by layer, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxmp._parity.rounding import RUNS
 from jaxmp._parity.runs import OUTPUT, Spread, wide
 from jaxmp._screen import counted, listed, table, tail
 
-# The chance that rounding alone drives a layer beyond its bound, as far as the model goes.
+# The probability, under the model, that rounding alone drives a layer beyond its bound.
 _CHANCE = 1e-4
-# How many elements err independently is estimated from 8 numbers: it may be too many by so much.
+# The number of independent elements is estimated from 8 numbers, and may be this times too large.
 _DOUBT = 4.0
-# Rows on a screen.
+# Rows of the table that is printed.
 _ROOM = 24
 
 
@@ -28,15 +28,15 @@ class ParityRow:
     """A layer of both programs. Differences and bounds are root mean squares over its elements.
 
     Attributes:
-      layer: what it is called in f: a module's output, ``path``, that of its second call or its
-        second output, ``path#1``, its input, ``path (input)``, or ``output``.
-      other: what it is called in g.
-      where: the operation that made it, its module and line, in f.
+      layer: its name in f: a module's output, ``path``, that of its second call or its second
+        output, ``path#1``, its input, ``path (input)``, or ``output``.
+      other: its name in g.
+      where: the operation that computes it in f, with its module and line.
       dtypes: its dtypes in f and g.
-      difference: how far the two are apart; infinite where one of them alone is not finite.
-      bound: how far rounding may drive them apart.
-      size: how large the values are in g.
-      nonfinite: how many elements are not finite in the same way in both: not compared.
+      difference: between the two; infinite if an element that is not finite in one differs.
+      bound: the difference that rounding may cause.
+      size: the root mean square of the values in g.
+      nonfinite: the number of elements that are not finite and are the same in both: not compared.
     """
 
     layer: str
@@ -55,7 +55,7 @@ class ParityRow:
 
     @property
     def vacuous(self) -> bool:
-        """Whether the bound says nothing: rounding may make the values anything."""
+        """Whether the bound proves nothing: it is as large as the values."""
         return self.bound >= self.size > 0
 
     @property
@@ -68,14 +68,14 @@ class ParityRow:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """Whether two programs are the same model. Print it; it is true if rounding explains all.
+    """A comparison of two programs. Print it; it is true if rounding explains every difference.
 
     Attributes:
       rows: the layers of both, in the order in which f computes them.
       located: the operation of f, with its module and line, that is the first to differ by more
         than rounding; empty if there is none.
-      only_f: layers that g has not.
-      only_g: layers that f has not.
+      only_f: the layers that g lacks.
+      only_g: the layers that f lacks.
     """
 
     rows: tuple[ParityRow, ...]
@@ -97,7 +97,7 @@ class Parity:
         return next((row for row in self.rows if not row.explained), None)
 
     def __str__(self) -> str:
-        """The verdict, the layers, and what was not compared."""
+        """Returns the verdict, the layers, and what was not compared."""
         lines = listed("verdict", [self._verdict()])
         start = 0
         if self.first is not None:
@@ -160,10 +160,10 @@ def row_of(
 
 
 def _bound(a: Spread, b: Spread) -> float:
-    """How far rounding may drive two values apart.
+    """Returns the difference of two values that rounding may cause.
 
-    Their variances add up. The mean square of the difference, over that sum as eight runs tell it,
-    has Fisher's F distribution; how many elements err independently is Satterthwaite's number.
+    Their variances add up. The mean square of the difference, divided by that sum as eight runs
+    estimate it, has Fisher's F distribution; the number of independent elements is Satterthwaite's.
     """
     variance = a.variance + b.variance
     if not variance:

@@ -1,4 +1,4 @@
-"""Runs a program as it is, and with its roundings drawn at random: how far rounding moves it.
+"""Runs a program as written, and with randomly drawn roundings: how far does rounding move it?
 
 The model is that of Higham & Mary (A new approach to probabilistic rounding error analysis, SIAM J.
 Sci. Comput. 41 (5), 2019): rounding errors are independent and have mean zero, so that they add up
@@ -30,9 +30,9 @@ from jaxmp._numerics.probe import LOW, Probe, as_written, in_float32
 from jaxmp._numerics.statistics import FLOAT32
 from jaxmp._numerics.survey import WHOLE, looked_into
 
-# How many runs. Each rounding is drawn once and turned by 1/8 of a step from run to run, so that
-# of a number halfway between two others four runs round up and four down: of a constant that all
-# else depends on, as a scale, no draw of luck hides the error.
+# The number of runs. Each rounding is drawn once and shifted by 1/8 of a step from run to run, so
+# that four runs round a number halfway between two others up, and four down: a lucky draw cannot
+# hide the error of a constant that everything else depends on, such as a scale.
 RUNS = 8
 _EXACT = of_kind("transparent") | flagged(
     Flag.UNMEASURED | Flag.CHOOSING | Flag.MOVING | Flag.EXACT
@@ -40,13 +40,13 @@ _EXACT = of_kind("transparent") | flagged(
 # Products are summed in float32, also those of 16 bits; other sums in their own dtype.
 _PRODUCTS = of_kind("low")
 _SUMS = frozenset({"reduce_sum", "cumsum", "scatter-add", "reduce_window_sum"})
-# Functions that libraries compute to a unit in the last place, or two, and not to half of one.
+# Functions that libraries compute to one or two units in the last place, not to half of one.
 _APPROXIMATED = of_kind("full") - _SUMS | {"tanh", "logistic", "erf", "erfc"}
 
 
 @dataclasses.dataclass(frozen=True)
 class AsWritten(Probe):
-    """Runs a program and returns some of its values.
+    """A run of a program as written that returns some of its values.
 
     Attributes:
       keep: the names of those values, as in `layers.LayerValue`.
@@ -71,17 +71,17 @@ class AsWritten(Probe):
         return results, extras | kept, []
 
     def computed(self, eqn: JaxprEqn, operands: list[Any], draw: int) -> list[Any]:  # noqa: ARG002
-        """The results of an equation without jaxprs inside; `draw` is one of its own."""
+        """Computes the results of an equation without inner jaxprs; `draw` hashes its name."""
         return compat.bind(eqn, operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(AsWritten):
-    """Runs a program in float32, and rounds each result to its own dtype: up or down by chance.
+    """A run in float32 that rounds each result to its own dtype, up or down at random.
 
     Attributes:
-      run_number: uint32[]: which of the runs.
-      dtype: the dtype that everything is rounded to; None: its own.
+      run_number: uint32[]: the number of the run, below `RUNS`.
+      dtype: the dtype that every result is rounded to; None: its own.
     """
 
     wide: bool = True
@@ -111,9 +111,9 @@ class Rounded(AsWritten):
         return rounded
 
     def _random(self, x: Any, draw: int) -> Any:
-        """uint32[...]: drawn from where a number stands and what it is, and turned by each run.
+        """Draws uint32[...] from the numbers and their places, and shifts it in each run.
 
-        The same number in the same place is rounded the same way, as it is in truth.
+        The same number in the same place is rounded the same way, as in a real run.
         """
         bits = lax.bitcast_convert_type(jnp.real(x).astype(FLOAT32), jnp.uint32)
         index = lax.iota(jnp.uint32, bits.size).reshape(bits.shape)
@@ -123,19 +123,19 @@ class Rounded(AsWritten):
 
 
 def _to(dtype: Any, x: Any, random: Any) -> Any:
-    """float32 rounded to a dtype of fewer bits, up or down by chance; exact numbers stay."""
+    """Rounds float32 to a dtype of fewer bits, up or down at random; exact numbers stay."""
     dropped = np.uint32(23 - jnp.finfo(dtype).nmant)
     bits = lax.bitcast_convert_type(x, jnp.uint32) + (random >> (np.uint32(32) - dropped))
     rounded = lax.bitcast_convert_type(bits >> dropped << dropped, FLOAT32)
-    # What is below the normal range, or beyond it, as the dtype has it.
+    # The conversion makes subnormal numbers and infinities as the dtype has them.
     return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype).astype(FLOAT32)
 
 
 def _noisy(op: str, x: Any, random: Any) -> Any:
-    """A result in float32 or wider, a unit too large or too small in a quarter of cases each.
+    """Makes a result in float32 or wider one unit too large or small, in 1/4 of the cases each.
 
     An operation that is rounded to nearest is off by up to half a unit in the last place; by how
-    much, there is no wider number to tell.
+    much is not known without a wider result.
     """
     unit = float(jnp.finfo(x.dtype).eps) * (2 if op in _APPROXIMATED else 1)
     quarter = random >> np.uint32(30)
@@ -144,11 +144,11 @@ def _noisy(op: str, x: Any, random: Any) -> Any:
 
 
 def _summed(eqn: JaxprEqn, operands: Sequence[Any], x: Any, random: Any, dtype: Any) -> Any:
-    """A sum, off by as much as one in another order may be.
+    """Adds an error to a sum that is as large as that of another order of the terms.
 
-    One after the other, n terms make n errors in units of partial sums, whose mean square is half
-    of the last one's for terms of any sign, and a third for terms of one: a random walk of n / 2
-    steps, in units of the sum or of the root of the sum of its terms' squares, the greater of both.
+    Adding n terms one by one makes n errors, in units of the partial sums. The mean square of those
+    is half that of the last for terms of any sign, and a third for terms of one sign: a random walk
+    of n / 2 steps, in units of the sum or the root of the sum of squares, the greater of the two.
     """
     squares = [jnp.square(jnp.abs(y)) if _is_inexact(y) else y for y in operands]
     types = {"preferred_element_type": squares[0].dtype} if eqn.primitive.name in _PRODUCTS else {}

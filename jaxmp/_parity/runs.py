@@ -23,9 +23,9 @@ from jaxmp._parity.layers import INPUT, LayerValue, values_of
 from jaxmp._parity.rounding import RUNS, AsWritten, Rounded
 
 OUTPUT = "output"
-# How many bytes of layers are kept; a few times over, on the host.
+# The most bytes of layers that a run may return; the host keeps a few times as many.
 _LIMIT = 2**31
-# How many elements all values of a program may have to be returned together.
+# If all values of a program have fewer elements than this, they are returned together.
 _SMALL = 2**24
 Arrange = Callable[[Any], Any]
 
@@ -35,9 +35,9 @@ class Spread(NamedTuple):
 
     Attributes:
       value: the array.
-      variance: float64: over runs whose roundings were drawn at random, the mean of all elements.
-      freedom: how many elements err independently of one another.
-      reach: float64[...]: of a result, how far the farthest two runs are apart in each element.
+      variance: float64: over runs with randomly drawn roundings, the mean of all elements.
+      freedom: the number of elements whose errors are independent of one another.
+      reach: float64[...]: of a result, the largest difference between two runs in each element.
     """
 
     value: Any
@@ -48,12 +48,12 @@ class Spread(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program that can be run.
+    """A traced program that can be run with and without random roundings.
 
     Attributes:
-      call: the program, traced, and the arrays that it is called with.
+      call: the traced program, and the arrays that it is called with.
       values: all of its values, in the order in which they run.
-      results: what its results are called, with dtypes and shapes.
+      results: its results: their names, dtypes and shapes.
     """
 
     call: Traced
@@ -62,13 +62,13 @@ class Program:
 
     @functools.cached_property
     def layers(self) -> dict[str, LayerValue]:
-        """The values that modules hand to one another, and the results, by what they are called."""
+        """The values that modules pass to one another, and the results, by name."""
         named = {layer: value for value in self.values for layer in value.layers}
         return named | {result.name: result for result in self.results if result.dtype != "None"}
 
     @functools.cached_property
     def modules(self) -> list[str]:
-        """The outputs of modules: what may be said of them in a `match`."""
+        """The names of the modules' outputs, as a `match` takes them."""
         return [name for value in self.values for name in value.layers if INPUT not in name]
 
     def run(
@@ -77,12 +77,13 @@ class Program:
         arrays: Sequence[Any] | None = None,
         dtype: Any = None,
     ) -> dict[str, Spread]:
-        """Runs it, as it is and with random roundings.
+        """Runs the program, as written and with random roundings.
 
         Args:
-          keep: the names of values and results; each with a function of its array, or None.
-          arrays: to be called with, in the place of those of the call.
-          dtype: the dtype that the roundings are of; None: their own.
+          keep: the values and results to return, by name; each with a function of its array, or
+            None.
+          arrays: the arguments, instead of those of the call.
+          dtype: the dtype to round every result to; None: each to its own.
         """
         names = self._small or frozenset(keep)
         as_it_is, rounded = self._compiled(names, None if dtype is None else np.dtype(dtype))
@@ -120,14 +121,14 @@ class Program:
 
     @functools.cached_property
     def _small(self) -> frozenset[str]:
-        """All values, if they are small: then one compiled program gives whatever is asked for."""
+        """The names of all values, if small: one compiled program then serves every choice."""
         several = [*self.values, *(result for result in self.results if result.dtype != "None")]
         size = sum(math.prod(value.shape) for value in several)
         return frozenset(value.name for value in several) if size < _SMALL else frozenset()
 
     @functools.cached_property
     def _compiled(self) -> Callable[[frozenset[str], Any], tuple[Any, Any]]:
-        """The two ways of running it, compiled once for each choice of values."""
+        """The program as written and with roundings, compiled once for each choice of values."""
 
         @functools.lru_cache(maxsize=16)
         def compiled(names: frozenset[str], dtype: Any) -> tuple[Any, Any]:
@@ -171,19 +172,19 @@ class Program:
 
 
 def _half_square(x: Any, y: Any) -> float:
-    """What two runs say of the variance of a value's elements, where both are finite."""
+    """Estimates the variance of a value's elements from two runs, where both are finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(wide(x) - wide(y)) ** 2 / 2
     return float(np.mean(np.nan_to_num(apart, nan=0, posinf=0))) if apart.size else 0.0
 
 
 def wide(array: Any) -> Any:
-    """An array in double precision."""
+    """Converts an array to double precision."""
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _moments(several: Sequence[float]) -> tuple[float, float]:
-    """The mean of such squares, and of how many independent ones they are the means."""
+    """Returns the mean of such estimates, and how many independent elements each averages."""
     mean, variance = float(np.mean(several)), float(np.var(several, ddof=1))
     freedom = 2 * mean**2 / variance if variance else float(RUNS) ** 2
     return mean, freedom

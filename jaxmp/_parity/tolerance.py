@@ -1,4 +1,4 @@
-"""What a test may allow the results of a program under a policy to differ by from float32's."""
+"""Tolerances for tests that compare a program's results under a policy with float32's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._parity.runs import Program, program_of
 from jaxmp.policy import PolicyLike, single_policy
 
-# A result may be off by so many times what the farthest two of the runs were apart.
+# The tolerance is this many times the largest difference between two runs.
 _FACTOR = 1.5
 
 
@@ -26,7 +26,7 @@ class PreparedTolerance:
     full: Program
 
     def run(self, arrays: Sequence[Any] | None = None) -> Any:
-        """The tolerances, in the structure of the results."""
+        """Returns the tolerances, in the structure of the results."""
         keep = {result.name: None for result in self.low.results}
         lows, fulls = (one.run(keep, arrays) for one in (self.low, self.full))
         found = [_tolerance(lows[name], fulls[name]) for name in keep]
@@ -57,25 +57,25 @@ def _tolerance(low: Any, full: Any) -> dict[str, float]:
 
 
 def tolerance(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[..., Any]:
-    """Derives what a test may allow the results of a function under a policy to differ by.
+    """Derives the tolerances of a test that compares a function under a policy with float32.
 
     Each result gets an `rtol` and an `atol` for `numpy.testing.assert_allclose`, to be compared
-    with the float32 result: `atol` for elements near zero, where errors are those of what
+    with the float32 result: `atol` for elements near zero, whose errors are those of the terms that
     cancelled, `rtol` times the magnitude for large ones. Both programs run eight times with their
-    roundings drawn by chance, as in `jaxmp.parity`; 1.5 times the farthest that two runs are apart,
-    over all elements, is allowed. A tolerance holds for these arguments, and for others of their
-    kind.
+    roundings drawn at random, as in `jaxmp.parity`; 1.5 times the largest difference between two
+    runs, over all elements, is allowed. A tolerance holds for these arguments, and for similar
+    ones.
 
-    ``benchmarks/parity.py`` counts the seeds of five models of which a result is outside, and the
-    planted mistakes that are: a tolerance finds those which a result shows.
+    ``benchmarks/parity.py`` counts, for five models, the seeds and the planted mistakes with which
+    a result is outside its tolerance: it finds the mistakes that show in a result.
 
     Args:
-      fn: a function, or a method of an NNX module; not a Linen module: its `apply`.
-      policy: as for `jaxmp.autocast`; None: what another order of sums may change.
+      fn: a function, or a method of an NNX module; for a Linen module, its `apply`.
+      policy: as for `jaxmp.autocast`; None: allows for sums in another order only.
 
     Returns:
-      A function of the arguments of `fn` that gives {"rtol": float, "atol": float} in the place of
-      each array that `fn` returns.
+      A function of the arguments of `fn` that returns {"rtol": float, "atol": float} in the place
+      of each array that `fn` returns.
 
     Raises:
       TypeError: if `fn` is not callable.

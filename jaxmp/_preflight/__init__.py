@@ -1,1 +1,1 @@
-"""What a program needs on chips that are not there: it is compiled for them."""
+"""Compiles programs for chips that are not there, and reports the memory and time they need."""

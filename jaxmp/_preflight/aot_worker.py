@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# What it prints before the name of the program it starts on.
+# The words before the name of each program that it starts to compile.
 STARTS = "jaxmp compiles "
 
 
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
 
 
 def topology_devices(job: dict[str, Any]) -> list[Any]:
-    """The devices of the target, described, not present."""
+    """Describes the devices of the target, which are not present."""
     if job["platform"] == "tpu":
         import libtpu  # noqa: PLC0415 (an extra)
 
@@ -58,7 +58,7 @@ def topology_devices(job: dict[str, Any]) -> list[Any]:
 def compile_program(
     folder: Path, name: str, job: dict[str, Any], devices: list[Any]
 ) -> dict[str, Any]:
-    """Compiles one program; returns what the compiler says of it."""
+    """Compiles one program; returns the memory and cost that the compiler reports."""
     import jax  # noqa: PLC0415 (reads the variables that `topology_devices` sets)
     from jax import export  # noqa: PLC0415
 
@@ -87,7 +87,7 @@ def compile_program(
 
 
 def argument_shardings(exported: Any, mesh: dict[str, Any] | None, devices: list[Any]) -> list[Any]:
-    """The sharding of each argument: as exported, over the job's mesh, or all on one device."""
+    """Returns the sharding of each argument: as exported, over the job's mesh, or on one device."""
     import jax  # noqa: PLC0415
 
     if mesh is None:

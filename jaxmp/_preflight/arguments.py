@@ -1,4 +1,4 @@
-"""What a program's arguments are for, and the bytes of each purpose on one device."""
+"""The purposes of a program's arguments, and the bytes of each purpose on one device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OPTIMIZER: Final = "optimizer state"
 BATCH: Final = "batch"
 OTHERS: Final = "other arguments"
 
-# Of what is inside, by the name of a field or key.
+# The purpose of what a field or key of this name holds; below, inside an optimizer's state.
 _NAMED: Final = {"params": PARAMETERS, "opt_state": OPTIMIZER}
 _OF_STATES: Final = {"masters": MASTERS, "remainders": MASTERS}
-# Where the states of optimizers are defined.
+# The modules that define the states of optimizers.
 _STATES: Final = ("optax.", "jaxmp._training.")
 
 
@@ -30,13 +30,13 @@ def bytes_by_purpose(
 ) -> dict[str, dict[str, int]]:
     """Adds up the bytes of arguments on one device, by purpose and dtype.
 
-    Parameters are those arguments, or what they have under the name `params`; an optimizer's state
-    is told by its class, or by the name `opt_state`.
+    The parameters are the arguments `params`, or their parts of the name `params`; an optimizer's
+    state is recognized by its class, or by the name `opt_state`.
 
     Args:
       args: arrays, `jax.ShapeDtypeStruct`s, NNX modules, and pytrees of those.
-      params: which arguments hold parameters; below zero, counted from the end.
-      batch: which hold the batch, likewise.
+      params: the arguments that hold parameters; below zero, counted from the end.
+      batch: the arguments that hold the batch, likewise.
 
     Example:
       >>> import optax
@@ -58,7 +58,7 @@ def bytes_by_purpose(
 
 
 def _leaves(node: Any, purpose: str) -> Iterator[tuple[str, Any]]:
-    """The arrays in a pytree, each with what it is for."""
+    """Yields the arrays in a pytree, each with its purpose."""
     if is_array(node):
         yield purpose, node
         return

@@ -1,4 +1,4 @@
-"""What is said of the collectives of a program: rows for people, data for JSON, and a remark."""
+"""The report on the collectives of a program: rows of a table, data for JSON, and a remark."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxmp._preflight.hlo_collectives import Collective
 
 
 def sent_bytes(moved: Sequence[Collective], devices: int) -> int:
-    """The bytes that a device sends in the collectives of a program, in rings.
+    """Returns the bytes that a device sends in the collectives of a program, as rings.
 
     An all-reduce is a reduce-scatter and an all-gather; a reduce-scatter, of whose results a device
-    has one part, is taken to be over all devices.
+    has one part, is assumed to be over all devices.
 
     Example:
       >>> sent_bytes([Collective("reduce-scatter", "float32", "data", 100, 2)], 8)
@@ -24,7 +24,7 @@ def sent_bytes(moved: Sequence[Collective], devices: int) -> int:
 
 
 def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:
-    """A label and a cell for each kind, dtype and axes of collectives.
+    """Returns a label and a cell for each kind, dtype and axes of collectives.
 
     Example:
       >>> rows_of_collectives([Collective("all-gather", "bfloat16", "data", 4_000_000, 20)])
@@ -40,7 +40,7 @@ def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:
 
 
 def collectives_as_data(moved: Sequence[Collective]) -> list[dict[str, Any]]:
-    """The same as plain data; ``known`` is false where a count is of one trip of a loop."""
+    """Returns the same rows as plain data; ``known`` is false if a number of runs is unknown."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for one in moved:
         new = {"kind": one.kind, "dtype": one.dtype, "axes": one.axes}
@@ -52,7 +52,7 @@ def collectives_as_data(moved: Sequence[Collective]) -> list[dict[str, Any]]:
 
 
 def remark_on_collectives(moved: Sequence[Collective]) -> str:
-    """What to say of collectives that run an unknown number of times; empty if there are none."""
+    """Returns a remark on collectives whose number of runs is unknown; empty if there are none."""
     unknown = sum(not one.known for one in moved)
     if not unknown:
         return ""
@@ -63,7 +63,7 @@ def remark_on_collectives(moved: Sequence[Collective]) -> str:
 
 
 def _size(size: int) -> str:
-    """Megabytes, so that cells compare; of what is too small for them, less."""
+    """Formats bytes in megabytes, so that cells are comparable; small numbers in kB or B."""
     if size >= 50_000:
         return f"{size / 1e6:.1f} MB"
     return f"{size / 1e3:.1f} kB" if size >= 1000 else f"{size} B"

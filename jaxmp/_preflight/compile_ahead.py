@@ -1,4 +1,4 @@
-"""Compiles functions for a target that is not there, in a process of its own."""
+"""Compiles functions for a target that is not there, in a separate process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from jaxmp.devices import kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# What the TPU compiler says of a program that the memory does not hold: all that it says.
+# The TPU compiler's message on a program that does not fit the memory; it reports nothing else.
 _OUT_OF_MEMORY = re.compile(r"\([\d.]+[KMGT]\) exceeds available HBM \([\d.]+[KMGT]\)")
 _SIZE = re.compile(r"([\d.]+)([KMGT])\)")
 
@@ -54,12 +54,12 @@ def compile_ahead(
     """Traces and lowers functions of the same arguments here, and compiles them in a new process.
 
     Args:
-      target: what to compile for.
+      target: the target to compile for.
       fns: the functions.
       args: their arguments.
-      donate_argnums: the arguments that are given away.
-      labels: what to call each function.
-      progress: is told, in a line, what is about to be done.
+      donate_argnums: the arguments that are donated.
+      labels: the name of each function in messages.
+      progress: called with a line of text before each step.
 
     Raises:
       ValueError: if the arguments are sharded over other devices than the target's.
@@ -85,10 +85,10 @@ def compile_ahead(
 
 
 def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
-    """Lets what is traced know the chip that it is compiled for, as `recipes.native` asks.
+    """Returns a context that tells the trace its target chip, for which `recipes.native` asks.
 
-    Not where a program has a mesh of its own. Nor is it told of block-scaled products where its
-    arguments are sharded: JAX partitions those with the devices of this machine.
+    It tells nothing if there is a mesh already, or if arguments are sharded and the chip multiplies
+    block-scaled formats: JAX partitions those products with the devices of this machine.
     """
     if jax.sharding.get_abstract_mesh().axis_names:
         return nullcontext()
@@ -102,7 +102,7 @@ def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any
 
 
 def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dict[str, Any]:
-    """What the worker needs to know of a target and of the arguments."""
+    """Returns the worker's job: the target, and the arguments' mesh and donation."""
     shardings = [sharding_of(leaf) for leaf in _arrays(args)]
     meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     given_away = {i % len(args) for i in donated}
@@ -135,10 +135,10 @@ def _arrays(args: Any) -> list[Any]:
 def _export(
     fn: Callable[..., Any], args: tuple[Any, ...], platform: str
 ) -> tuple[bytes, dict[str, float]]:
-    """Serializes the program as a function of flat arrays, lowered; and its FLOPs by dtype.
+    """Lowers and serializes the program as a function of flat arrays; also returns its FLOPs.
 
-    The results are those of `fn`, and what it changes in the NNX modules in its arguments: as no
-    result, an update would be removed as unused, and with it the gradients that it is made of.
+    The results are those of `fn` and the state that it changes in the NNX modules in its arguments:
+    otherwise an update would be removed as unused, and with it the gradients.
     """
 
     def called(*args: Any) -> Any:
@@ -165,7 +165,7 @@ def _export(
 
 
 def _flops(jaxpr: Any) -> dict[str, float]:
-    """FLOPs of contractions by what they multiply, most first."""
+    """Returns the FLOPs of matmuls and convolutions by the dtype they multiply, most first."""
     flops: Counter[str] = Counter()
     for eqn, place in walk(jaxpr, AuditPlace()):
         if count := contraction_flops(eqn):
@@ -174,7 +174,7 @@ def _flops(jaxpr: Any) -> dict[str, float]:
 
 
 def _distinct(jaxpr: Any, own: int) -> list[bool]:
-    """Tells which results are a program's own, or changed: neither an operand nor repeated."""
+    """Returns which results to keep: the first `own`; of others, no operands and no repeats."""
 
     def transfer(eqn: Any, ins: list[int | None]) -> list[int | None]:
         outs = dataflow.through(eqn, ins, run, lambda a, b: a if a == b else None)

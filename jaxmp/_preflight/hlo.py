@@ -1,4 +1,4 @@
-"""Reads the text of an optimized HLO program: contractions, collectives, library calls, cycles."""
+"""Reads the text of an optimized HLO program: products, collectives, library calls, cycles."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # An operation whose cycles the TPU compiler does not know has the largest 63- or 64-bit integer.
 _UNKNOWN_CYCLES = 2**62
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
-# Library calls that are matrix products or convolutions (attention, which is many, is not).
+# Library calls that are matmuls or convolutions (attention, which is several, is not).
 _MULTIPLIES = re.compile(r"matmul|gemm|blockScaledDot|^__cudnn\$conv")
-# Of attention by cuDNN: the shape of its scores.
+# Attention by cuDNN, and the shape of its scores.
 _ATTENDS = "__cudnn$fmha"
 _SCORES = re.compile(r'"intermediate_tensor_shape": *\{.*?"dimensions": *\[([^\]]*)\]')
 _NARROW = ("float8_", "int8", "uint8", "float4_", "int4", "uint4")
 _FIELD = re.compile(r"(\w+)=(\d+)")
-# What JAX and `jax.export` put into names, around what users write.
+# The scopes that JAX and `jax.export` add to the name stack, around the user's.
 _NOT_WRITTEN = re.compile(
     r"^(?:jit\(.*\)|call_exported|while|body|cond|closed_call|branch_\d+_fun)$"
 )
@@ -33,11 +33,11 @@ _TRANSFORMED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
 
 
 class HloPlace(NamedTuple):
-    """Where an instruction comes from; what is not known is empty.
+    """The place that an instruction comes from; fields that are unknown are empty.
 
     Attributes:
       path: the module path and named scopes around it.
-      source: ``file.py:line``, the innermost that is in no library.
+      source: ``file.py:line``, the innermost line outside of libraries.
       backward: whether it belongs to a backward pass.
     """
 
@@ -51,15 +51,15 @@ class HloPlace(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """A matrix product or convolution of an optimized program.
+    """A matmul or convolution of an optimized program.
 
     Attributes:
-      op: ``dot``, ``convolution``, or what library call it is.
-      dtype: what it multiplies, ``float8_e4m3fn``, or of two ``bfloat16*float32``.
-      operands: the operands, ``float8_e4m3fn[512,256]``. Where the compiler has turned or reshaped
-        them, as it multiplies them.
+      op: ``dot``, ``convolution``, or the target of the library call.
+      dtype: the dtype that it multiplies, ``float8_e4m3fn``, or both, ``bfloat16*float32``.
+      operands: the operands, ``float8_e4m3fn[512,256]``, as the compiler has transposed or reshaped
+        them.
       result: the result, likewise.
-      place: where it was written.
+      place: the place where it was written.
     """
 
     op: str
@@ -75,17 +75,17 @@ class Multiplied(NamedTuple):
 
 
 class HloProgram(NamedTuple):
-    """What an optimized program does.
+    """The operations of an optimized program, and their costs.
 
     Attributes:
-      contractions: matrix products and convolutions by what they multiply, library calls included.
-        A loop's body counts once.
-      library_calls: how many custom calls there are of each target.
+      contractions: the number of matmuls and convolutions by the dtype they multiply, library calls
+        included. A loop's body counts once.
+      library_calls: the number of custom calls of each target.
       cycles: the schedule's estimated cycles, where the compiler gives them (TPU), without those of
         `unknown_cycles`.
-      products: the contractions, one by one.
-      unknown_cycles: how many operations there are whose cycles the compiler does not know.
-      moved: the collectives, one by one; each says how often it runs.
+      products: the matmuls and convolutions, one by one.
+      unknown_cycles: the number of operations whose cycles the compiler does not know.
+      moved: the collectives, one by one, each with the number of its runs.
       cycles_run: the known cycles, a loop's body as often as the loop runs.
       traffic: the bytes that kernels read and write, likewise.
       attention_flops: the dtypes and the FLOPs of attention that a library computes, likewise.
@@ -103,7 +103,7 @@ class HloProgram(NamedTuple):
 
     @property
     def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(kind, dtype) → (how often, bytes of the results on one device, in all).
+        """(kind, dtype) → (number of runs, bytes of all results on one device).
 
         A loop's body counts as often as the loop has trips.
         """
@@ -115,7 +115,7 @@ class HloProgram(NamedTuple):
 
     @property
     def products_in_8_bits(self) -> tuple[Multiplied, ...]:
-        """Those of the products that multiply 8-bit operands."""
+        """The products that multiply 8-bit operands."""
         return tuple(product for product in self.products if product.in_8_bits)
 
 
@@ -123,7 +123,7 @@ def read_hlo(text: str, mesh: Mesh = ()) -> HloProgram:
     """Reads the text of a compiled program.
 
     Args:
-      text: as ``compiled.as_text()`` has it.
+      text: the text, from ``compiled.as_text()``.
       mesh: the names and sizes of the axes of the mesh that its arguments are sharded over.
 
     Example:
@@ -169,19 +169,19 @@ def read_hlo(text: str, mesh: Mesh = ()) -> HloProgram:
 
 
 def multiplies(instruction: Instruction) -> bool:
-    """Whether an instruction is a matrix product or a convolution, or a library's."""
+    """Returns whether an instruction is a matmul or convolution, or a library call for one."""
     return instruction.op in ("dot", "convolution") or bool(
         _MULTIPLIES.search(_target(instruction))
     )
 
 
 def _target(instruction: Instruction) -> str:
-    """What a custom call calls; empty for all else."""
+    """Returns the target of a custom call; empty for other instructions."""
     return instruction.attribute("custom_call_target") if instruction.op == "custom-call" else ""
 
 
 def _attention(call: Instruction, queries: str, times: int) -> Counter[str]:
-    """The FLOPs of attention by cuDNN: of two products, backward five, of causal scores half."""
+    """Returns the FLOPs of attention by cuDNN: two products, backward five; half if causal."""
     dtype, _, dims = queries.rstrip("]").partition("[")
     scores = _SCORES.search(call.rest)
     size = math.prod(map(int, re.findall(r"\d+", scores.group(1)))) if scores else 0
@@ -193,7 +193,7 @@ def _attention(call: Instruction, queries: str, times: int) -> Counter[str]:
 def _product(
     instruction: Instruction, target: str, around: dict[str, Instruction], places: HloPlaces
 ) -> Multiplied:
-    """A product, of the library call `target` if it is one."""
+    """Describes a product; `target` is that of the library call, if it is one."""
     operands = [type_of(around[o].shape) for o in instruction.operands()[:2] if o in around]
     return Multiplied(
         target or instruction.op,
@@ -205,7 +205,7 @@ def _product(
 
 
 class HloPlaces:
-    """The tables at the head of a program that metadata points into."""
+    """The tables at the head of a program, to which the metadata of instructions refers."""
 
     def __init__(self, text: str) -> None:
         self._files = _rows(text, "FileNames")
@@ -213,27 +213,27 @@ class HloPlaces:
         self._frames = _rows(text, "StackFrames")
 
     def of(self, instruction: Instruction) -> HloPlace:
-        """The place that the metadata of an instruction names."""
+        """Returns the place that the metadata of an instruction names."""
         stack = instruction.attribute("op_name")
         parts = [p for p in map(_inner, [*split(stack, "/")][:-1]) if not _NOT_WRITTEN.match(p)]
         source = self._line(int(instruction.attribute("stack_frame_id") or 0))
         return HloPlace(plain_path("/".join(parts)), source, "transpose(" in stack)
 
     def _line(self, frame: int) -> str:
-        """The innermost line, from a frame outwards, that is in no library."""
+        """Returns the innermost line outside of libraries, from a frame outwards."""
         while frame in self._frames:
             fields = _fields(self._frames[frame])
             location = _fields(self._locations.get(fields["file_location_id"], ""))
             file = self._files.get(location.get("file_name_id", 0), "").strip('"')
             if file and not in_library(file):
                 return f"{Path(file).name}:{location['line']}"
-            # Printed one too large: the outermost frame's parent, which is none, as 1.
+            # XLA prints parents one too large: 1 stands for no parent, 0.
             frame = min(fields["parent_frame_id"], frame) - 1
         return ""
 
 
 def _rows(text: str, table: str) -> dict[int, str]:
-    """The rows of a table at the head of a program, by number."""
+    """Returns the rows of a table at the head of a program, by number."""
     found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
     rows = found[1].splitlines() if found else []
     return {int(number): row for number, _, row in (line.partition(" ") for line in rows)}
@@ -244,7 +244,7 @@ def _fields(row: str) -> dict[str, int]:
 
 
 def _inner(part: str) -> str:
-    """What a part of a name stack is without the transformations around it."""
+    """Strips the transformations from a part of a name stack: ``jvp(Dense_0)``."""
     while match := _TRANSFORMED.match(part):
         part = match.group(1)
     return part

@@ -1,4 +1,4 @@
-"""The collectives of an HLO program: what each moves, over which axes of a mesh, and how often."""
+"""The collectives of an HLO program: their bytes, their mesh axes, and how often they run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
-# TPUs overlap one collective with several fusions, each of which repeats it; one starts it. Its
-# channel is not enough to tell it: shard_map gives all its collectives the same.
+# TPUs overlap one collective with several fusions, each of which repeats it; one starts it. The
+# channel does not identify it: shard_map gives all its collectives the same one.
 _REPEATED = '"async_collective_fusion_config"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
 _CHAIN = re.compile(r'\bchannel_id=\d+|\bchain_id="\d+"')
-# TPUs' reduce-scatter: a computation of an all-reduce, and each device's slice of it.
+# A reduce-scatter on TPUs is a computation: an all-reduce, and each device's slice of it.
 _SCATTERS = "all-reduce-scatter"
 
 # {{0,1},{2,3}}, or {} of all devices.
@@ -48,17 +48,17 @@ _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 class Collective(NamedTuple):
-    """Values of one dtype that a collective of an optimized program moves.
+    """The values of one dtype that a collective of an optimized program moves.
 
     Attributes:
       kind: ``all-gather``, ``all-reduce``, ….
-      dtype: of what crosses, ``bfloat16``.
+      dtype: of the values, ``bfloat16``.
       axes: the axes of the arguments' mesh that it crosses, ``data`` or ``data+model``; where its
-        groups are not axes, how many devices take part: ``groups of 4``.
+        groups are not axes, the number of devices in each: ``groups of 4``.
       bytes: of its results on one device, when it runs once.
       times: how often it runs: a loop's body as often as the loop has trips.
-      known: False if it is in a loop whose trips the compiled program does not tell, which counts
-        once, or in one of several branches.
+      known: False if it is in a loop whose trip count the compiled program does not state, which
+        counts once, or in one of several branches.
     """
 
     kind: str
@@ -70,12 +70,12 @@ class Collective(NamedTuple):
 
 
 def collectives(program: Computations, mesh: Mesh = (), devices: int = 0) -> tuple[Collective, ...]:
-    """The collectives of a program, a started one once.
+    """Returns the collectives of a program, an asynchronous one once.
 
     Args:
       program: its computations.
       mesh: the mesh over which it is partitioned.
-      devices: how many devices it is for, where that is known.
+      devices: the number of devices it is for, where that is known.
     """
     often = runs(program)
     found = []
@@ -93,7 +93,7 @@ def collectives(program: Computations, mesh: Mesh = (), devices: int = 0) -> tup
 
 
 def _once(program: Computations) -> Iterator[Instruction]:
-    """The collectives of a program, those that several fusions repeat where they are started."""
+    """Yields each collective of a program once, also one that several fusions repeat."""
     found = []
     for computation in program.values():
         starts = any(_STARTS in instruction.rest for instruction in computation.instructions)
@@ -111,7 +111,7 @@ def _once(program: Computations) -> Iterator[Instruction]:
 
 
 def _scattered(reduced: Instruction, program: Computations) -> Counter[str]:
-    """Bytes by dtype of the slices that are taken of an all-reduce's results."""
+    """Returns the bytes by dtype of the slices that are taken of an all-reduce's results."""
     around = program[reduced.computation].instructions
     results = {reduced.name} | {
         i.name for i in around if i.op == "get-tuple-element" and reduced.name in i.operands()
@@ -121,11 +121,11 @@ def _scattered(reduced: Instruction, program: Computations) -> Counter[str]:
 
 
 def _results(instruction: Instruction) -> str:
-    """The shape of what a collective returns.
+    """Returns the shape of a collective's results.
 
-    One that was started has the shape (operands, results, handles …), but for all-reduce, which
-    has its results' alone, unless it is one that JAX 0.12's XLA makes asynchronous on GPUs: that
-    has its operands in a tuple of their own.
+    A ``-start`` instruction has the shape (operands, results, handles …), except for all-reduce,
+    which has its results' alone, unless JAX 0.12's XLA made it asynchronous on GPUs: that has its
+    operands in a tuple of their own.
     """
     parts = members(instruction.shape)
     started = instruction.op.endswith("-start") and len(parts) > 1
@@ -135,16 +135,16 @@ def _results(instruction: Instruction) -> str:
 
 
 def axes_of(rest: str, mesh: Mesh = (), devices: int = 0) -> str:
-    """The axes of a mesh that a collective crosses.
+    """Returns the axes of a mesh that a collective crosses.
 
     Args:
       rest: the text of the instruction, from its operands on.
       mesh: the mesh over whose devices, in its order, the program is partitioned.
-      devices: how many devices the program is for, where that is known.
+      devices: the number of devices the program is for, where that is known.
 
     Returns:
-      ``data``, or of several ``data+model``. Where its groups are not axes of the mesh, how many
-      devices take part: ``groups of 4``. Empty if it does not say.
+      ``data``, or of several ``data+model``. Where its groups are not axes of the mesh, the number
+      of devices in each: ``groups of 4``. Empty if the text names no groups.
 
     Example:
       >>> axes_of("%x), replica_groups=[2,4]<=[4,2]T(1,0)", (("data", 4), ("model", 2)))
@@ -171,7 +171,7 @@ def axes_of(rest: str, mesh: Mesh = (), devices: int = 0) -> str:
 
 
 def _crossed(groups: Groups, mesh: Mesh) -> list[str]:
-    """The axes along which the members of a group differ; none if they are not of the mesh."""
+    """Returns the axes along which members of a group differ; none for devices outside the mesh."""
     sizes = [n for _, n in mesh]
     if not mesh or max(map(max, groups)) >= math.prod(sizes):
         return []
@@ -180,7 +180,7 @@ def _crossed(groups: Groups, mesh: Mesh) -> list[str]:
 
 
 def _chains(pairs: Groups) -> Groups:
-    """The devices that each chain or ring of pairs joins."""
+    """Returns the devices of each chain or ring that the pairs form."""
     chains: list[set[int]] = []
     for pair in pairs:
         met = [chain for chain in chains if chain.intersection(pair)]
@@ -189,7 +189,7 @@ def _chains(pairs: Groups) -> Groups:
 
 
 def _groups(rest: str, everyone: Groups) -> Groups:
-    """The groups that a text names, in any of XLA's three notations."""
+    """Parses the groups in a text, in any of XLA's three notations."""
     found = _GROUPS.search(rest)
     if found is None:
         return []
@@ -203,7 +203,7 @@ def _groups(rest: str, everyone: Groups) -> Groups:
     devices = _numbers(found["ids"] or f"<=[{count}]")
     if devices.size != count:
         return []
-    # Devices of one group are at the same place, when all are at the start of what is joined.
+    # With the joined axes (or parts of them) set to 0, the devices of a group have equal places.
     places = dict(zip(sizes, np.unravel_index(np.arange(count), [*sizes.values()]), strict=True))
     for quoted, plain, before, part in _PART.findall(found["joined"]):
         name = quoted or plain
@@ -217,7 +217,7 @@ def _groups(rest: str, everyone: Groups) -> Groups:
 
 
 def _numbers(text: str) -> np.ndarray:
-    """The devices that a list, or an iota such as ``<=[4,2]T(1,0)``, names, in its order."""
+    """Parses a list of devices, or an iota such as ``<=[4,2]T(1,0)``; keeps their order."""
     iota = _IOTA.search(text)
     if iota is None:
         return np.array(_ints(text))

@@ -1,4 +1,4 @@
-"""How often each computation of an HLO program runs: loops, and what their trips are."""
+"""The number of runs of each computation of an HLO program, and the trip counts of its loops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
 
 class Runs(NamedTuple):
-    """How often something runs.
+    """The number of runs of a computation.
 
     Attributes:
-      times: how often.
-      known: False if it is in a loop whose trips are not known, or in one of several branches: that
+      times: the number.
+      known: False if it is in a loop of unknown trip count, or in one of several branches: that
         counts once.
     """
 
@@ -32,11 +32,11 @@ class Runs(NamedTuple):
 
 
 def runs(program: Computations) -> dict[str, Runs]:
-    """How often each computation runs when the program does once."""
+    """Returns the number of runs of each computation in one run of the program."""
     found: dict[str, Runs] = {}
-    # XLA prints what calls below what it calls.
+    # XLA prints a computation below those that it calls.
     for computation in reversed(list(program.values())):
-        outer = found.setdefault(computation.name, Runs())  # the entry, or what nothing calls
+        outer = found.setdefault(computation.name, Runs())  # the entry, or one that nothing calls
         for instruction in computation.instructions:
             # The second half of an asynchronous pair repeats what the first half calls.
             if instruction.op.endswith(("-done", "-update")):
@@ -49,7 +49,7 @@ def runs(program: Computations) -> dict[str, Runs]:
 
 
 def called(program: Computations, instruction: Instruction) -> Iterator[tuple[str, Runs]]:
-    """What an instruction calls, and how often."""
+    """Yields the names of the computations that an instruction calls, and how often it does."""
     trips = trips_of(program, instruction) if instruction.op == "while" else 1
     known = trips is not None and instruction.op != "conditional"
     for word, one, several in _CALLED.findall(instruction.rest):
@@ -66,10 +66,10 @@ class _Element(NamedTuple):
 
 
 def trips_of(program: Computations, loop: Instruction) -> int | None:
-    """The trips of a ``while``: as the compiler says (CPU, GPU), or as it can be read (TPU).
+    """Returns the trip count of a ``while``, by the compiler (CPU, GPU) or by its code (TPU).
 
-    It can be read where the loop counts from a constant, by a constant, while less than a constant,
-    as those of `jax.lax.scan` do.
+    The code tells it if the loop counts from a constant, by a constant, while less than a constant,
+    as those of `jax.lax.scan` do. Else it is None.
     """
     said = _TRIPS.search(loop.rest)
     if said:
@@ -85,7 +85,7 @@ def trips_of(program: Computations, loop: Instruction) -> int | None:
     after = [_value(body, name) for name in end.operands()]
 
     def constant(value: int | _Element | None) -> int | None:
-        """What a value is in every trip: a constant, or an element of the state that stays one."""
+        """Returns the constant that a value or state element is in every trip; else None."""
         if isinstance(value, _Element):
             value = before[value.number] if after[value.number] == value else None
         return value if isinstance(value, int) else None
@@ -105,7 +105,7 @@ def trips_of(program: Computations, loop: Instruction) -> int | None:
 
 
 def _value(where: Computation, name: str) -> int | _Element | None:
-    """The integer that an operand is, or the element of the parameter; None if it is neither."""
+    """Returns an operand's integer, or the element of the parameter it is; None if neither."""
     found = moved_from(where, name)
     if found is None:
         return None
@@ -119,7 +119,7 @@ def _value(where: Computation, name: str) -> int | _Element | None:
 
 
 def moved_from(where: Computation, name: str) -> Instruction | None:
-    """What an operand is, past what only copies it."""
+    """Returns the instruction that computes an operand, past copies and bitcasts."""
     found = where.by_name.get(name)
     while found is not None and found.op in _MOVES:
         found = where.by_name.get(found.operands()[0])

@@ -1,7 +1,7 @@
-"""The text of an HLO program as computations of instructions, and the shapes in it.
+"""A parser for the text of an HLO program: computations, instructions and shapes.
 
 jaxlib's objects for a compiled program have no attributes of instructions, and before JAX 0.12 no
-shapes: only their text tells those.
+shapes: only the text has those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(?[^=]*?\)?) ([a-z][\w\
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _OPERAND = re.compile(r"%?([\w.\-]+)")
 _BRACES = re.compile(r"\{[^{}]*\}")
-# What XLA writes into a tuple's shape, and among operands, from the sixth on: /*index=5*/.
+# XLA's comments in a tuple's shape, and among operands, from the sixth on: /*index=5*/.
 _COMMENT = re.compile(r"/\*.*?\*/")
 _SHAPE = re.compile(
     r"\b(?:pred|(?P<kind>bf|[fsuc])(?P<bits>\d+)(?P<variant>\w*))\[(?P<dims>[\d,]*)\]"
@@ -26,15 +26,15 @@ _KINDS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
 class Instruction(NamedTuple):
-    """A line of a program.
+    """An instruction: a line of a program.
 
     Attributes:
-      name: what others call it.
+      name: its name, by which other instructions refer to it.
       shape: the shape of its result, as XLA writes it.
       op: ``dot``, ``all-gather-start``, ….
       rest: the text after the parenthesis that opens its operands.
       computation: the name of the computation that it is in; empty outside of any.
-      root: whether it is what the computation returns.
+      root: whether it is the result of the computation.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Instruction(NamedTuple):
     root: bool = False
 
     def operands(self) -> list[str]:
-        """The names of its operands."""
+        """Returns the names of its operands."""
         text = next(split(self.rest, ")"))
         return _OPERAND.findall(_SHAPE.sub("", _BRACES.sub("", text)))
 
     def attribute(self, name: str) -> str:
-        """The value of one of its attributes, without quotes; empty if it has none of the name."""
+        """Returns the value of an attribute by name, without quotes; empty if there is none."""
         found = re.search(rf'\b{name}=(?:"([^"]*)"|%?([^\s,{{}}]+))', self.rest)
         return (found[1] or found[2] or "") if found else ""
 
@@ -63,7 +63,7 @@ class Computation(NamedTuple):
     by_name: dict[str, Instruction]
 
     def root(self) -> Instruction | None:
-        """What it returns."""
+        """Returns the root instruction, which is the computation's result."""
         return next((i for i in self.instructions if i.root), None)
 
 
@@ -71,7 +71,7 @@ Computations = Mapping[str, Computation]
 
 
 def computations(text: str) -> dict[str, Computation]:
-    """The computations of a program by name; what is in none is under the empty one."""
+    """Parses the computations of a program, by name; "" has the instructions outside of any."""
     current = Computation("", [], {})
     found = {"": current}
     for line in text.splitlines():
@@ -90,7 +90,7 @@ def computations(text: str) -> dict[str, Computation]:
 
 
 def split(text: str, separator: str) -> Iterator[str]:
-    """The parts of a text between separators that are not in parentheses, brackets or braces."""
+    """Yields the parts of a text between separators outside of parentheses, brackets and braces."""
     start, depth = 0, 0
     for i, char in enumerate(text):
         if char == separator and not depth:
@@ -102,20 +102,20 @@ def split(text: str, separator: str) -> Iterator[str]:
 
 
 def members(shape: str) -> list[str]:
-    """The shapes in a tuple's shape; the shape itself if it is not a tuple."""
+    """Returns the shapes in a tuple's shape; the shape itself if it is not a tuple."""
     if not shape.startswith("("):
         return [shape]
     return [member.strip() for member in split(shape[1:-1], ",")]
 
 
 def type_of(shape: str) -> str:
-    """The type of an array, or of the first of a tuple's: ``float8_e4m3fn[512,256]``."""
+    """Returns the type of an array, or of the first in a tuple: ``float8_e4m3fn[512,256]``."""
     match = _SHAPE.search(shape)
     return f"{_dtype(match)}[{match['dims']}]" if match else ""
 
 
 def sizes_by_dtype(shape: str) -> Counter[str]:
-    """Bytes by dtype of an array, or of a tuple's."""
+    """Returns the bytes by dtype of an array, or of the arrays in a tuple."""
     sizes: Counter[str] = Counter()
     for match in _SHAPE.finditer(shape):
         count = math.prod(int(d) for d in match["dims"].split(",") if d)
@@ -124,7 +124,7 @@ def sizes_by_dtype(shape: str) -> Counter[str]:
 
 
 def _dtype(shape: re.Match[str]) -> str:
-    """The dtype of an array, in NumPy's words."""
+    """Returns NumPy's name of an array's dtype."""
     kind, bits, variant = shape.group("kind", "bits", "variant")
     if not kind:
         return "bool"

@@ -9,7 +9,7 @@ from jaxmp._preflight.hlo_collectives import KINDS
 from jaxmp._preflight.hlo_loops import called, moved_from, runs
 from jaxmp._preflight.hlo_text import Computation, Computations, Instruction, sizes_by_dtype
 
-# What runs no kernel of its own: what it calls does, or nothing.
+# Instructions that run no kernel of their own: their computations do, or nothing does.
 _CALLS = frozenset({
     "while", "conditional", "call", "async-start", "async-update", "async-done",
 })  # fmt: skip
@@ -20,15 +20,15 @@ _NOTHING = frozenset({
 
 
 class Traffic(NamedTuple):
-    """Bytes of operands and results of kernels on one device; those of collectives do not count.
+    """Bytes of operands and results of kernels on one device, without collectives.
 
-    A loop's body counts as often as the loop runs, and of an array of which a kernel reads or
-    writes a slice, the slice.
+    A loop's body counts as often as the loop runs. Of an array of which a kernel reads or writes a
+    slice, only the slice counts.
 
     Attributes:
-      products: of those that are a product, or have one in them.
-      others: of all others.
-      kernels: how many others run.
+      products: the bytes of kernels that are a product, or contain one.
+      others: the bytes of all other kernels.
+      kernels: the number of other kernels that run.
     """
 
     products: int = 0
@@ -37,11 +37,11 @@ class Traffic(NamedTuple):
 
 
 def traffic(program: Computations, multiplies: Callable[[Instruction], bool]) -> Traffic:
-    """The traffic of a program.
+    """Computes the traffic of a program.
 
     Args:
       program: its computations.
-      multiplies: whether an instruction is a matrix product or a convolution.
+      multiplies: returns whether an instruction is a matmul or convolution.
     """
     often = runs(program)
     inner = {
@@ -76,7 +76,7 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 
 def _sizes(kernel: Instruction, around: Computation, within: list[Computation]) -> Iterator[int]:
-    """The bytes that a kernel writes, and those that it reads of each operand."""
+    """Yields the bytes that a kernel writes, and those that it reads of each operand."""
     operands = [
         _bytes(around.by_name[name]) for name in kernel.operands() if name in around.by_name
     ]
@@ -92,7 +92,7 @@ def _sizes(kernel: Instruction, around: Computation, within: list[Computation]) 
 
 
 def _written(where: Computation, name: str) -> Iterator[int]:
-    """The bytes of a result; of an array that is updated in place, those of the slice."""
+    """Yields the bytes of a result; if it is an array updated in place, those of the slice."""
     found = moved_from(where, name)
     if found is not None and found.op == "dynamic-update-slice":
         found = where.by_name.get(found.operands()[1])
@@ -101,7 +101,7 @@ def _written(where: Computation, name: str) -> Iterator[int]:
 
 
 def _read(fused: Computation) -> Iterator[int]:
-    """The bytes that a fusion reads of each parameter: of one that it only slices, the slices."""
+    """Yields the bytes that a fusion reads of each parameter; if it only slices it, the slices'."""
     reads: dict[str, list[int]] = {i.name: [] for i in fused.instructions if i.op == "parameter"}
     for instruction in fused.instructions:
         for place, name in enumerate(

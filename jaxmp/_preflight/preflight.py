@@ -1,4 +1,4 @@
-"""`preflight`: what a program will cost on an accelerator that is not there."""
+"""`preflight`: the memory and time of a program on an accelerator that is not there."""
 
 from __future__ import annotations
 
@@ -50,29 +50,30 @@ def preflight(
 ) -> Callable[..., PreflightReport]:
     """Compiles a function for hardware that is not there, and reports what it will need.
 
-    The function is traced and lowered here, and compiled in a process of its own, by the compiler
-    of the target: what is reported of memory and structure is what the hardware will get. Nothing
-    runs: the time of a step is an estimate, and is said to be: of TPUs by the cycles that their
-    compiler estimates, of GPUs by a roofline of published figures, of one chip at its best.
+    The function is traced and lowered here, and compiled in a separate process, by the compiler of
+    the target: the reported memory and structure are those of the program that the hardware will
+    run. Nothing runs here: the time of a step is an estimate, and is labeled as one: on TPUs from
+    the cycles that their compiler estimates, on GPUs from a roofline of published figures, of one
+    chip at its best.
 
     Args:
-      fn: a function of any pytrees: a forward pass, or better a whole training step. What it
-        changes in the NNX modules in its arguments, or in its own, is a result of it.
+      fn: a function of any pytrees: a forward pass, or better a whole training step. Changes to the
+        NNX modules in its arguments, or to its own, count as results.
       policy: `jaxmp.autocast(fn, policy, argnums)` is compiled; None: the function as it is, which
-        is right for one that calls a wrapped module. Of several, a sequence, each is.
+        is right for one that calls a wrapped module. Of a sequence, each policy is.
       argnums: which arguments hold the parameters, as for `autocast`.
       target: a chip and its topology, "tpu-v5e", "tpu-v5e:4x4", or a GPU and how many, "gpu-h100",
         "gpu-h100:8". `jaxmp.devices.chips()` lists the chips.
-      donate_argnums: the positional arguments that the step gives away, such as the train state.
-      max_batch: whether to look for the largest batch that fits too, per policy: a handful more
+      donate_argnums: the positional arguments that the step donates, such as the train state.
+      max_batch: whether to also search for the largest batch that fits, per policy: a handful more
         compilations, each of the function traced at another batch size.
-      max_length: whether to look for the longest sequence that fits, likewise.
-      batch_argnums: the positional arguments that hold the batch, all of whose arrays have it as
-        their leading axis, and the length as their second, if they have one; by default the last.
-      price_per_hour: the price of one chip for an hour, in any currency, to tell what 1,000 steps
-        cost on all chips of the target.
-      progress: is called with a line of text before each program is traced and compiled, which
-        takes from seconds to minutes: `print`, for example. By default nothing is said.
+      max_length: whether to search for the longest sequence that fits, likewise.
+      batch_argnums: the positional arguments that hold the batch. The leading axis of all their
+        arrays is the batch, the second, if there is one, the length. By default the last.
+      price_per_hour: the price of one chip for an hour, in any currency, to report the price of
+        1,000 steps on all chips of the target.
+      progress: called with a line of text before each program is traced and compiled, which takes
+        from seconds to minutes: `print`, for example. By default there are no messages.
 
     Returns:
       A function with the arguments of `fn` that returns a `PreflightReport`: `print` it. The
@@ -81,10 +82,10 @@ def preflight(
       `jax.sharding.AbstractMesh`, of as many devices as the target has.
 
     Raises:
-      ValueError: if the target or a policy is unknown; at a call, if there is no argument of a
-        number in `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays
-        of `batch_argnums` differ in what is looked for, or a size is one that `jax.export` left
-        open; if `price_per_hour` is negative or no number.
+      ValueError: if the target or a policy is unknown, or `price_per_hour` is negative or not a
+        number; at a call, if an index in `donate_argnums` or `batch_argnums` is out of range,
+        shardings do not fit the target, the arrays of `batch_argnums` differ in batch or length
+        when that is searched for, or a size is symbolic, as in `jax.export`.
       TypeError: if `fn` is not callable, or is a Flax Linen module.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
       RuntimeError: if the compiling process ends without a result.
@@ -155,7 +156,7 @@ def _largest(
     args: tuple[Any, ...],
     compiled: Callable[[tuple[Any, ...], Sequence[str]], list[Preflight]],
 ) -> Largest:
-    """The largest size of an axis with which a program fits, of which `first` is its own."""
+    """Finds the largest size of an axis that fits; `first` is the result at the current size."""
 
     def probe(size: int) -> Attempt:
         result, label = first, f"{first.policy}, {axis.name} {size}"
@@ -186,7 +187,7 @@ def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _named(policy: Any, target: Target) -> tuple[str, Policy | None]:
-    """A policy's label, and the policy, which decides for a target, not for this machine's chip."""
+    """Returns a policy's label, and the policy resolved for a target, not this machine's chip."""
     if policy is None:
         return AS_WRITTEN, None
     resolved = single_policy("preflight", policy)
@@ -200,7 +201,7 @@ def _named(policy: Any, target: Target) -> tuple[str, Policy | None]:
 
 
 def _check_compiler(target: Target) -> None:
-    """Raises unless the compiler for a target is here: first what no installation mends."""
+    """Raises unless a target's compiler is installed; checks first what no package can fix."""
     install = f'python -m pip install -e ".[{target.platform}-aot]"'
     if target.platform == "tpu" and (_PYTHON < (3, 12) or jax.__version_info__ < (0, 12)):
         raise CompilerMissingError(

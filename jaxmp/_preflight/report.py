@@ -1,4 +1,4 @@
-"""What `preflight` returns: one result per policy, and how they print side by side."""
+"""The report of `preflight`: one result per policy, printed side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxmp._speed import StepTime, Work, chip_named, step_time
 from jaxmp._speed.target import Target
 
 AS_WRITTEN = "as written"
-# More lines of 8-bit products than these are not printed, nor more rows.
+# The most lines of 8-bit products that are printed, and the most rows.
 MOST, _ROWS = 8, 24
 _NUMBER = re.compile(r"_\d+\b")
 _BITS = re.compile(r"(?:float|int|complex)(\d+)")
@@ -33,23 +33,24 @@ class Preflight:
 
     Attributes:
       policy: the policy, or "as written".
-      error: what the compiler said, if it failed for another reason than memory; all else is empty
+      error: the compiler's message, if it failed for another reason than memory; all else is empty
         then.
       argument_bytes: of arguments: parameters, optimizer state, batch.
       output_bytes: of results.
-      temporary_bytes: of everything in between.
+      temporary_bytes: of temporaries.
       code_bytes: of the compiled program itself, which is in the device's memory too.
-      aliased_bytes: of results that take the place of donated arguments.
-      required_bytes: the peak, where the compiler refuses what does not fit (TPU). It says no more
-        of such a program, so that all other figures are zero.
+      aliased_bytes: of results that reuse the buffers of donated arguments.
+      required_bytes: the peak, where the compiler refuses a program that does not fit (TPU). It
+        reports nothing else of such a program, so that all other figures are zero.
       available_bytes: the memory that the compiler then leaves to programs, which is a little less
         than the chip's.
-      bytes_accessed: memory traffic, where the compiler says (TPU). A loop's body counts once.
-      program: what the optimized program does.
-      requested: contractions' FLOPs by dtype in the program before it was compiled.
-      device_count: over how many devices the program is split.
-      largest: what `max_batch` found, by "batch", and `max_length`, by "length".
-      warned: what to warn of the policy's recipe on the target: that its 8-bit products are
+      bytes_accessed: memory traffic, where the compiler reports it (TPU). A loop's body counts
+        once.
+      program: the optimized program.
+      requested: FLOPs of matmuls and convolutions by dtype, in the program before it was compiled.
+      device_count: the number of devices that the program is split over.
+      largest: the result of `max_batch`, by "batch", and of `max_length`, by "length".
+      warned: the warning about the policy's recipe on the target: that its 8-bit products are
         emulated, or no faster.
     """
 
@@ -77,7 +78,7 @@ class Preflight:
 
     @property
     def work(self) -> Work | None:
-        """What one device does in a call; None of a program that was not compiled."""
+        """The work of one device in a call; None if the program was not compiled."""
         if self.program is None:
             return None
         products, others, kernels = self.program.traffic
@@ -94,18 +95,18 @@ class Preflight:
         )
 
     def excess_bytes(self, target: Target) -> int:
-        """By how much the program exceeds the memory of a target's device; at most 0 if it fits."""
+        """Returns the bytes needed beyond the memory of a target's device; at most 0 if it fits."""
         return self.peak_bytes - (self.available_bytes or target.hbm_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreflightReport:
-    """What `jaxmp.preflight` found, policy by policy. Print it.
+    """The report of `jaxmp.preflight`, policy by policy. Print it.
 
     Attributes:
-      target: what was compiled for.
+      target: the target that was compiled for.
       policies: one result per policy.
-      arguments: bytes of the arguments on one device, by what they are for and dtype.
+      arguments: bytes of the arguments on one device, by purpose and dtype.
       price_per_hour: of one chip, in any currency; None if it was not given.
     """
 
@@ -115,7 +116,7 @@ class PreflightReport:
     price_per_hour: float | None = None
 
     def __getitem__(self, policy: str) -> Preflight:
-        """The result of a policy, by the name it was given."""
+        """Returns the result of a policy, by the name it was given."""
         for result in self.policies:
             if result.policy == policy:
                 return result
@@ -123,31 +124,31 @@ class PreflightReport:
         raise KeyError(f"there is no policy {policy!r} in the report; there are {names}")
 
     def fits(self, policy: str) -> bool:
-        """Whether the program fits the memory of the target's devices under a policy."""
+        """Returns whether the program fits the memory of the target's devices under a policy."""
         result = self[policy]
         return not result.error and result.excess_bytes(self.target) <= 0
 
     def step_time(self, policy: str) -> StepTime | None:
-        """The estimated time of a call, and its source.
+        """Returns the estimated time of a call, and its source.
 
-        None where the program was not compiled, or multiplies what no rate is known of.
+        None if the program was not compiled, or multiplies a dtype whose rate is unknown.
         """
         work = self[policy].work
         return None if work is None else step_time(chip_named(self.target.name), work)
 
     def cost(self, policy: str, steps: int = 1000) -> float | None:
-        """The price of so many calls on all chips of the target; None without a price, or time."""
+        """Returns the price of `steps` calls on all chips; None without a price, or a time."""
         time = self.step_time(policy)
         if time is None or self.price_per_hour is None:
             return None
         return time.seconds * steps / 3600 * self.target.chip_count * self.price_per_hour
 
     def emulated(self, policy: str) -> dict[str, float]:
-        """FLOPs of contractions in dtypes that are widened before they are multiplied.
+        """Returns the FLOPs of products, by dtype, whose operands are widened first.
 
-        Those are the dtypes that the target does not multiply natively, and any that the program
-        asks for and the compiled one does without, while it multiplies wider ones that nobody
-        asked for (float8_e5m2 by float8_e5m2 on an H100).
+        Their dtypes are those that the target does not multiply natively, and any that the traced
+        program has and the compiled one lacks, while it multiplies wider ones that the traced one
+        lacks (float8_e5m2 by float8_e5m2 on an H100).
         """
         result = self[policy]
         compiled = set(result.program.contractions) if result.program else set()
@@ -160,7 +161,7 @@ class PreflightReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON."""
+        """Returns the report as plain data, for JSON."""
         rows = []
         for result in self.policies:
             row = dataclasses.asdict(result)
@@ -194,7 +195,7 @@ class PreflightReport:
 
 
 def _trust(report: PreflightReport) -> Iterator[str]:
-    """What of a report is exact, and what is estimated from what."""
+    """Yields lines that say which figures are exact, and how the others are estimated."""
     yield (
         "Exact: memory; collectives (in a loop, once per iteration); traffic and products (in a "
         "loop, once)."
@@ -222,7 +223,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     def each(
         of: Callable[[HloProgram], dict[str, Any]], absent: str = "0"
     ) -> Iterator[tuple[str, list[str]]]:
-        """A row for whatever any of the programs has."""
+        """Yields a row for each label that any of the programs has."""
         found = [of(program) if program else None for program in compiled]
         for label in dict.fromkeys(label for one in found for label in one or ()):
             yield label, ["-" if one is None else str(one.get(label, absent)) for one in found]
@@ -255,7 +256,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
 
 
 def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
-    """A row for each purpose and dtype, but for what is below 1 % of all arguments."""
+    """Yields a row for each purpose and dtype of at least 1 % of the bytes of all arguments."""
     total = sum(sum(sizes.values()) for sizes in report.arguments.values())
     for purpose, sizes in report.arguments.items():
         for dtype, size in sizes.items():
@@ -265,13 +266,13 @@ def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
 
 
 def _cycles(program: HloProgram) -> str:
-    """The cycles that are known, and of how many operations they are not."""
+    """Formats the known cycles, and the number of operations whose cycles are unknown."""
     cycles = "unknown" if program.cycles is None else f"{program.cycles / 1e6:.1f} M"
     return f"{cycles} (+ {program.unknown_cycles} ?)" if program.unknown_cycles else cycles
 
 
 def _is_library(target: str) -> bool:
-    """Whether a custom call is one of NVIDIA's libraries (cuBLAS, cuDNN), or a Pallas kernel."""
+    """Returns whether a custom call is one of NVIDIA's libraries (cuBLAS, cuDNN), or of Pallas."""
     return target.startswith("__cu") or target == "tpu_custom_call"
 
 
@@ -284,7 +285,7 @@ def _remarks(report: PreflightReport) -> Iterator[list[str]]:
 
 
 def _said(report: PreflightReport, result: Preflight) -> Iterator[str]:
-    """What to remark of a policy, gravest first."""
+    """Yields the remarks on a policy, gravest first."""
     if result.error:
         yield f"the compiler failed: {' '.join(result.error.split())[:500]}"
         return
@@ -312,7 +313,7 @@ def _said(report: PreflightReport, result: Preflight) -> Iterator[str]:
 
 
 def _bits(dtype: str) -> int:
-    """The bits of the narrowest of an operand's dtypes: of ``float8_e5m2*float32``, 8."""
+    """Returns the bits of the narrowest of a product's dtypes: 8 of ``float8_e5m2*float32``."""
     return min(map(int, _BITS.findall(dtype)), default=64)
 
 
@@ -329,14 +330,14 @@ def _price(cost: float) -> str:
 
 
 def share_of_8_bits(program: HloProgram) -> str:
-    """How many products are in 8 bits, of how many: ``48 of 66``."""
+    """Formats the number of products in 8 bits, and of all products: ``48 of 66``."""
     return f"{len(program.products_in_8_bits)} of {len(program.products)}"
 
 
 def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
-    """A line for each kind of 8-bit product: how many, by what, of what, where; then what is left.
+    """Yields a line for each kind of 8-bit product, and one for the products in other dtypes.
 
-    Layers that differ in a number alone are one kind.
+    A kind is an operation, its operands and result, and its place without the number of the layer.
     """
     kinds = Counter(map(_kind, program.products_in_8_bits))
     for kind, count in kinds.most_common(MOST):

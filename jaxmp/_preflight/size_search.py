@@ -1,4 +1,4 @@
-"""The batch and the length of arguments, and the largest that fit: nothing is run for it."""
+"""The search for the largest batch and length of arguments that fit, without running anything."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# The search ends when the largest size that fits is known to a part in this many.
+# The search ends when the largest size that fits is known to one part in this many.
 PRECISION = 32
-# Memory that has not run out at so many times the first size does not depend on it.
+# If this many times the first size still fits, the memory does not depend on the size.
 LIMIT = 2**16
 
 
 class Attempt(NamedTuple):
-    """What compiling at one size said.
+    """The result of compiling at one size.
 
     Attributes:
       excess: bytes by which the program exceeds the device's memory; at most 0 if it fits.
-      error: what the compiler said if it failed for another reason.
+      error: the compiler's message, if it failed for another reason.
     """
 
     excess: int
@@ -35,7 +35,7 @@ class Largest:
     Attributes:
       largest: the largest size tried that fits; 0 if none does.
       refused: the smallest size tried that does not fit; None if all did.
-      error: what the compiler said, if it failed at some size and the search had to end there.
+      error: the compiler's message, if it failed at some size and the search had to end there.
     """
 
     largest: int
@@ -49,7 +49,7 @@ class Largest:
 
 
 def search(probe: Callable[[int], Attempt], start: int, unit: int = 1) -> Largest:
-    """The largest multiple of `unit` that fits, to one part in `PRECISION`.
+    """Finds the largest multiple of `unit` that fits, to one part in `PRECISION`.
 
     Memory grows almost linearly with the size, so each probe is where the line through the last
     two would meet the limit, but never outside the bracket, and every third halves it.
@@ -57,7 +57,7 @@ def search(probe: Callable[[int], Attempt], start: int, unit: int = 1) -> Larges
     Args:
       probe: compiles at a size.
       start: the first to try, a multiple of `unit`.
-      unit: what sizes must be multiples of.
+      unit: sizes must be multiples of it.
 
     Example:
       >>> search(lambda size: Attempt(size * 10 - 1234), start=8)
@@ -92,7 +92,7 @@ def search(probe: Callable[[int], Attempt], start: int, unit: int = 1) -> Larges
 
 
 def _estimate(tried: dict[int, int]) -> float:
-    """Where the line through the two probes nearest to the limit meets it."""
+    """Returns the size at which the line through the two probes nearest to the limit meets it."""
     nearest = sorted(tried, key=lambda size: abs(tried[size]))[:2]
     if len(nearest) < 2:
         only = nearest[0]
@@ -103,7 +103,7 @@ def _estimate(tried: dict[int, int]) -> float:
 
 
 def sharding_of(leaf: Any) -> Any:
-    """How an argument is split over a mesh, over an abstract one; None if it is not."""
+    """Returns an array's `NamedSharding`, over an abstract mesh; None if it has none."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
@@ -114,11 +114,11 @@ class Axis(NamedTuple):
     """The axis of some arguments that is made larger: 0 for their batch, 1 for their length.
 
     Attributes:
-      number: which of the axes.
+      number: the index of the axis.
       argnums: the arguments.
-      option: what the caller asked for it by.
-      size: how long it is.
-      unit: what its size must be a multiple of.
+      option: the option by which the caller asked for it.
+      size: its size.
+      unit: its size must be a multiple of it.
     """
 
     number: int
@@ -129,11 +129,11 @@ class Axis(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Its name, "batch" or "length"."""
         return ("batch", "length")[self.number]
 
     def resized(self, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-        """The arguments as shapes, of another size along the axis."""
+        """Returns the arguments as shapes, of another size along the axis."""
         changed = [i % len(args) for i in self.argnums]
 
         def resize(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -149,9 +149,9 @@ class Axis(NamedTuple):
 
 
 def axis_of(args: tuple[Any, ...], argnums: tuple[int, ...], number: int) -> Axis:
-    """The batch of some arguments, their arrays' leading axis; or the length, the next one.
+    """Returns the batch axis of some arguments, the leading one; or that of the length, the next.
 
-    Arrays without that axis have no length.
+    Arrays without a second axis have no length.
 
     Raises:
       ValueError: if there is no such argument, or its arrays do not agree.
@@ -177,7 +177,7 @@ def axis_of(args: tuple[Any, ...], argnums: tuple[int, ...], number: int) -> Axi
 
 
 def _shards(leaf: Any, axis: int) -> int:
-    """Over how many devices an axis of an array is split."""
+    """Returns the number of devices that an axis of an array is split over."""
     sharding = sharding_of(leaf)
     spec = () if sharding is None else sharding.spec
     axes = spec[axis] if len(spec) > axis else None
