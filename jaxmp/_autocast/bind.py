@@ -187,7 +187,7 @@ def parameter(atom: Any, env: Environment) -> Parameter:
     """Returns the float32 parameter that an operand is, or is a 16-bit copy of, after moves."""
     array = env.array(atom)
     if isinstance(atom, Literal) or array.dtype == FLOAT32 or atom not in env.moved_by:
-        return Parameter(array)
+        return Parameter(lax.convert_element_type(array, FLOAT32))  # of a float64 one
     eqn = env.moved_by[atom].eqn
     if eqn.primitive.name in CROSSING:
         if atom not in env.crossed:

@@ -34,7 +34,7 @@ from jaxmp._autocast.provenance import (
     of_converted,
 )
 from jaxmp._autocast.roots import LITERALS, geometry
-from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
+from jaxmp._autocast.rules import FLOAT16, author_keeps, is_mask
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -128,7 +128,7 @@ def _parameters(facts: Facts) -> tuple[int, ...]:
     return tuple(
         i
         for i, (atom, v) in enumerate(zip(eqn.invars, values, strict=True))
-        if v is not None and v.is_weight and v.dtype is None and dtype_of(atom) == FLOAT32
+        if v is not None and v.is_weight and v.dtype is None and dtype_of(atom) == facts.rules.wide
     )
 
 

@@ -126,7 +126,7 @@ def rules_for(policy: Policy) -> Rules:
         wide=wide,
         low=None if compute == wide else compute,
         # Products in float32 are summed and returned in it: their gradients need nothing else.
-        wide_gradients=wide == np.dtype(policy.reduce_dtype) == FLOAT32,
+        wide_gradients=compute != FLOAT32 and np.dtype(policy.reduce_dtype) == FLOAT32,
         saturate=policy.saturate,
         overrides=overrides | dict(policy.ops or ()),
     )

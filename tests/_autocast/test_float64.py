@@ -107,6 +107,18 @@ def test_16_bits_under_float64() -> None:
         }
 
 
+def test_16_bits_under_float64_sum_gradients_of_parameters_in_float32() -> None:
+    """They were returned by their products in bfloat16."""
+    with jax.enable_x64(True):
+        for policy, rounded in (
+            ("p=f64,c=bf16,o=f64", False),
+            ("p=f64,c=bf16,o=f64,reduce=bf16", True),
+        ):
+            found = jax.grad(jaxmp.autocast(model, policy))(*weights())
+            assert found.dtype == jnp.float64
+            assert bool(jnp.all(found.astype(jnp.bfloat16) == found)) == rounded
+
+
 def test_float64_throughout_is_the_identity() -> None:
     with jax.enable_x64(True):
         same = jax.grad(jaxmp.autocast(model, "float64"))
