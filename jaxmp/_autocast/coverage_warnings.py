@@ -211,12 +211,13 @@ def warn_overlooked(
     plan.built["overlooked"] = found = overlooked(plan.jaxpr, parameters)
     if found is None:
         return
-    operand, share = found
+    operands, share = found
+    more = f" and {len(operands) - 3} more" if len(operands) > 3 else ""
     _say(
-        f"{share:.0%} of the FLOPs of the layers of {name} read {place(operand)}, which argnums "
-        "does not name as parameters: as float32 data it keeps what it meets in float32. Give its "
-        "position, as in jaxmp.autocast(fn, policy, argnums=1); if there are no parameters, "
-        "argnums=().",
+        f"{share:.0%} of the FLOPs of the layers of {name} read "
+        f"{', '.join(map(place, operands[:3]))}{more}, which argnums does not name as parameters: "
+        "what meets float32 data stays float32. Give the positions of all parameters, as in "
+        "jaxmp.autocast(fn, policy, argnums=(0, 1)); if there are none, argnums=().",
         known,
         name,
     )

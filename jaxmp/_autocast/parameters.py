@@ -94,12 +94,12 @@ def place_of(args: Any, kwargs: Any, operand: int) -> str:
     return f"{name}{jax.tree_util.keystr(tuple(inside))}"
 
 
-def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | None:
+def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[list[int], float] | None:
     """Finds operands that layers multiply by like weights, but that are not parameters.
 
     Returns:
-      The one that most FLOPs multiply by, and the share of the layers' FLOPs that multiply by any
-      of them; None if that is at most half.
+      Those operands, the one that most FLOPs multiply by first, and the share of the layers' FLOPs
+      that multiply by any of them; None if that is at most half.
     """
     flops: Counter[int] = Counter()
     seen: set[int] = set()
@@ -134,7 +134,7 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
     total, missed = sum(flops.values()), sum(n for i, n in flops.items() if i >= 0)
     if 2 * missed <= total:
         return None
-    return next(i for i, _ in flops.most_common() if i >= 0), missed / total
+    return [i for i, _ in flops.most_common() if i >= 0], missed / total
 
 
 def _has_no_batch(eqn: JaxprEqn) -> bool:

@@ -129,12 +129,13 @@ def test_weights_that_nobody_names_are_found() -> None:
         return jax.nn.softmax(jnp.sin(q) @ jnp.sin(k).T)
 
     assert overlooked(_program(lambda x, w: x @ w, X, W), [False, False]) is None  # either may be
-    assert overlooked(_program(one, X, W), [False, False]) == (1, 1.0)
+    assert overlooked(_program(one, X, W), [False, False]) == ([1], 1.0)
     assert overlooked(_program(one, X, W), [False, True]) is None
-    assert overlooked(_program(stack, X, jnp.stack([W, W])), [False, False]) == (1, 1.0)
+    assert overlooked(_program(stack, X, jnp.stack([W, W])), [False, False]) == ([1], 1.0)
     assert overlooked(_program(attention, X, X), [False, False]) is None
     two = _program(lambda x, v, w: jnp.tanh(jnp.sin(x) @ v) @ w, X, W, W)
     assert overlooked(two, [False, True, False]) is None  # no more than half
+    assert overlooked(two, [False, False, False]) == ([1, 2], 1.0)
 
 
 def test_they_are_named_in_a_warning_once() -> None:
@@ -149,6 +150,17 @@ def test_they_are_named_in_a_warning_once() -> None:
         warnings.simplefilter("error")
         cast(B, X, {"w": W})
         jaxmp.autocast(fn, BF16, argnums=2)(B, X, {"w": W})
+
+
+def test_all_of_them_are_named() -> None:
+    def fn(_: Any, x: jax.Array, *ws: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jnp.tanh(jnp.sin(x) @ w)
+        return x
+
+    for count, named in ((2, "argument 2, argument 3, which"), (5, "argument 4 and 2 more, which")):
+        with pytest.warns(UserWarning, match=named):
+            jaxmp.autocast(fn, BF16)((), X, *[W] * count)
 
 
 def test_a_wrapped_module_knows_its_variables_wherever_they_stand() -> None:
