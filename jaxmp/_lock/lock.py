@@ -116,8 +116,7 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
         scaling=tuple(reader.scaling),
         arguments={_name(path[1:]): str(leaf.dtype) for path, leaf in given if _plain(leaf.dtype)},
         results={
-            # A module's variables keep the leading 1 of their place in (results, modules).
-            _name(path[1:] if path[0].idx == 0 else path) or "(all)": str(dtype)
+            ("(modules)/" * path[0].idx + _name(path[1:])) or "(all)": str(dtype)
             for path, dtype in results
             if _plain(dtype) and jnp.issubdtype(dtype, jnp.inexact)
         },

@@ -287,7 +287,7 @@ def _draw_modules(ax: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
     shown = _on_a_log([error for group in groups for error in group.errors[1:]])
     for i, candidate in enumerate(scored.candidates[1:], 1):
         x = np.array(shown([group.errors[i] for group in groups]))
-        ax.scatter(x, rows, s=28, color=_POLICIES[i - 1], label=scored.names[i])
+        ax.scatter(x, rows, s=28, color=_style(i - 1)["color"], label=scored.names[i])
         taken = [policy == candidate for policy in chosen]
         ax.scatter(x[taken], rows[taken], s=130, facecolors="none", edgecolors="black")
     _name_rows(ax, [group.name for group in groups])

@@ -355,6 +355,7 @@ def unpack(size: int, of: Measurements) -> Statistics:
         return Statistics(size, of, **flags, largest=largest)
     counts = dict(zip(_COUNTS, np.moveaxis(of.counts, -1, 0), strict=True))
     sums = np.moveaxis(np.asarray(of.sums, np.float64), -1, 0)
+    finite_count = counts["sampled"] - counts["nans"] - counts["infinities"]
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.where(sums[2] > 0, np.sqrt(sums[1] / sums[2]), 0.0)
         error = np.where(counts["twins"] > 0, error, np.nan)
@@ -366,7 +367,7 @@ def unpack(size: int, of: Measurements) -> Statistics:
         **flags,
         largest=np.where(top >= _INFINITE, np.maximum(of.extremes[..., 0], 0), largest),
         smallest=-np.asarray(of.extremes[..., 1], np.float64),
-        mean_square=sums[0] / np.maximum(counts["sampled"] - counts["nans"], 1),
+        mean_square=sums[0] / np.maximum(finite_count, 1),
         error=error,
         octaves=octaves,
         below=dict(zip(GROUPS, below, strict=True)),

@@ -46,7 +46,7 @@ class Front:
         found = np.flatnonzero(self.errors <= budget)
         if not found.size:
             raise ValueError(
-                f"solve: no choice has an error of at most {budget:g}; the least is "
+                f"tune: no choice has an error of at most {budget:g}; the least is "
                 f"{self.errors[-1]:g}"
             )
         return int(found[0])
@@ -78,7 +78,7 @@ def front(
     for group, (c, e) in enumerate(zip(costs, errors, strict=True)):
         options = np.flatnonzero(np.isfinite(e))
         if not options.size:
-            raise ValueError(f"front: no option of group {group} has a finite error")
+            raise ValueError(f"tune: no candidate of group {group} has a finite error")
         all_costs = (cost[:, None] + np.asarray(c, float)[options]).ravel()
         all_errors = (error[:, None] + np.asarray(e, float)[options]).ravel()
         order = np.lexsort((all_errors, np.round(all_costs / grain)))

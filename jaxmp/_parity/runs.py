@@ -51,11 +51,13 @@ class Program:
     """A traced program that can be run with and without random roundings.
 
     Attributes:
+      tool: the function that runs it, for messages.
       call: the traced program, and the arrays that it is called with.
       values: all of its values, in the order in which they run.
       results: its results: their names, dtypes and shapes.
     """
 
+    tool: str
     call: Traced
     values: tuple[LayerValue, ...]
     results: tuple[LayerValue, ...]
@@ -154,8 +156,8 @@ class Program:
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
             if size > _LIMIT:
                 raise ValueError(
-                    f"parity: the layers take up {size / 2**30:.1f} GiB, more than "
-                    f"{_LIMIT / 2**30:g}: give a smaller batch, or a match of fewer layers"
+                    f"{self.tool}: the layers take up {size / 2**30:.1f} GiB, more than "
+                    f"{_LIMIT / 2**30:g}: give a smaller batch (or parity a match of fewer layers)"
                 )
             first, second = (
                 one.compile(compiler_options=options if on_cpu else None) for one in lowered
@@ -229,4 +231,4 @@ def program_of(
     )
     if all(dtype_of(var) is None for var in opened.outvars):
         raise ValueError(f"{tool}: fn returns no arrays, so there is nothing to compare")
-    return Program(call, tuple(values.values()), results)
+    return Program(tool, call, tuple(values.values()), results)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import lock_models
 import optax
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -163,6 +164,17 @@ def test_arguments_and_results():
     text = text_of(lock(step)(state, two))
     assert '[arguments]\n"0/a" = "float32"\n"0/m" = "bfloat16"\n"1" = "float32"\n' in text
     assert '[results]\n"loss" = "float16"\n"state/m" = "bfloat16"\n' in text
+
+
+def test_what_changes_in_a_module_is_not_a_result_of_the_same_place():
+    def update(net, x):
+        net.kernel = nnx.Param(net.kernel[...].astype(BF16))
+        return x.sum(), [{"kernel": x.astype(jnp.float16)}]
+
+    net = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+    results = lock(update)(net, jnp.ones(2)).results
+    assert results["1/0/kernel"] == "float16"
+    assert results["(modules)/0/kernel"] == "bfloat16"
 
 
 def test_kernels_are_named():

@@ -240,7 +240,9 @@ def test_what_is_not_known_is_said():
         Collective("all-reduce", "float32", "model", 128, 3, known=False),
     ]
     assert rows_of_collectives(program.moved)["all-reduce float32 model"] == "3 x, 384 B (1 ?)"
-    assert remark_on_collectives(program.moved).startswith("2 of the collectives (?) count once")
+    assert remark_on_collectives(program.moved).startswith(
+        "2 of the collectives (?) are counted once"
+    )
 
 
 # As TPUs' compiler leaves a loop: its trips are not said, but can be read.

@@ -157,7 +157,7 @@ def test_what_crosses_is_reported_by_axis_and_as_often_as_it_runs():
     assert "all-gather bfloat16 data | 40 x, 160.0 MB | 20 x, 80.0 MB" in lines
     assert "all-reduce float32 groups of 4 | 1 x, 512 B (1 ?) | -" in lines
     [remark] = [line for line in lines if line.startswith(("one: ", "two: "))]
-    assert remark.startswith("one: 1 of the collectives (?) count once")
+    assert remark.startswith("one: 1 of the collectives (?) are counted once")
     assert "collectives (in a loop, once per iteration)" in str(report)
     assert report["one"].program.collectives["all-gather", "bfloat16"] == (40, 160_000_000)
     one, two = (row["program"] for row in json.loads(json.dumps(report.to_dict()))["policies"])

@@ -267,7 +267,7 @@ WRONG = [
     (({"heads/kernel": "int8"},), {}, ValueError, "matches no leaf.*'head/kernel'"),
     (({"head": "int8", "body": None},), {}, ValueError, "'body'"),
     (({"**/bias": "int8"},), {}, ValueError, r"no effect.*encoder/Dense_0/bias \[64\] has 1 axes"),
-    (({"steps": "int8"},), {}, ValueError, "is int32, no float"),
+    (({"steps": "int8"},), {}, ValueError, "is int32, not a float"),
     (({"**/scale": "int8"},), {}, ValueError, "is called 'scale'"),
     (({"router": "int8"},), {}, ValueError, "256 elements, fewer than min_size=4096"),
 ]
