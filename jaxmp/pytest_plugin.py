@@ -1,14 +1,18 @@
 """A pytest fixture for precision locks; nothing is loaded unless a conftest.py asks for it.
 
-In the conftest.py at the root of the tests::
+In the conftest.py at the root of the tests:
 
-    pytest_plugins = ["jaxmp.pytest_plugin"]
+```python
+pytest_plugins = ["jaxmp.pytest_plugin"]
+```
 
-and in a test, where ``make_step`` is your own::
+and in a test, where ``make_step`` is your own:
 
-    def test_precision(precision_lock):
-        step, args = make_step()
-        precision_lock(step, "train_step.lock")(*args)
+```python
+def test_precision(precision_lock):
+    step, args = make_step()
+    precision_lock(step, "train_step.lock")(*args)
+```
 
 ``pytest --update-precision-locks`` writes the files, beside those of the tests.
 """

@@ -100,7 +100,7 @@ class ModuleInfo:
 
 def _dtype_of(module: Any) -> np.dtype[Any] | None:
     # A `__getattr__` of the author's is not called: it is a method, and would be intercepted too.
-    # (Python 3.12's `getattr_static` would call none, but keeps the class for ever.)
+    # (Python 3.12's `getattr_static` would call none, but keeps the class forever.)
     if not any("dtype" in vars(holder) for holder in (module, *type(module).__mro__)):
         return _NO_DTYPE
     return _dtype(getattr(module, "dtype", _NO_DTYPE))

@@ -150,10 +150,12 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
     TensorBoard, for instance, through tensorboardX (or `clu.metric_writers`, whose
     `write_scalars(step, numbers)` takes them at once):
 
-        if step % 100 == 0:
-            for name, value in jaxmp.numerics.read_monitor(state.opt_state).items():
-                if not isinstance(value, str):
-                    writer.add_scalar(name, value, step)
+    ```python
+    if step % 100 == 0:
+        for name, value in jaxmp.numerics.read_monitor(state.opt_state).items():
+            if not isinstance(value, str):
+                writer.add_scalar(name, value, step)
+    ```
 
     Args:
       opt_state: The optimizer's state, or any pytree that holds it, such as a train state. Its

@@ -61,7 +61,7 @@ def dynamic_loss_scale(
 
     Put transformations that keep something of a gradient *inside*: moments, averages,
     `optax.MultiSteps` (which then counts only finite microbatches). Around a scaler, or before it
-    in a chain, they would keep an overflow for ever: the functions that read the state
+    in a chain, they would keep an overflow forever: the functions that read the state
     (`jaxmp.loss_scaling.loss_scale` and the like) refuse that. Transformations that keep nothing,
     such as clipping and weight decay, may be on either side.
 
@@ -75,13 +75,15 @@ def dynamic_loss_scale(
     fills the counter again (`refill="growth"`), or every finite step does (`refill="clean"`,
     DeepSpeed's `consecutive_hysteresis`). With `hysteresis=2`, `growth_interval=3`:
 
-        step      (start) finite  overflow  finite  finite  overflow  finite finite finite overflow
-        "growth"
-        scale     8       8       8         8       8       4         4      4      8      8
-        counter   2       2       1         1       1       1         1      1      2      1
-        "clean"
-        scale     8       8       8         8       8       8         8      8      16     16
-        counter   2       2       1         2       2       1         2      2      2      1
+    ```text
+    step      (start) finite  overflow  finite  finite  overflow  finite finite finite overflow
+    "growth"
+    scale     8       8       8         8       8       4         4      4      8      8
+    counter   2       2       1         1       1       1         1      1      2      1
+    "clean"
+    scale     8       8       8         8       8       8         8      8      16     16
+    counter   2       2       1         2       2       1         2      2      2      1
+    ```
 
     Args:
       inner: The optimizer. Without it, this is a link for `optax.chain` that only tests and

@@ -50,9 +50,11 @@ class TrainState(train_state.TrainState):
     A checkpoint written with other wrappers than `tx` now has is restored into a state made with
     the old ones. To add a scaler to `old`, which had none (`opt_state.inner_state` takes one away):
 
-        state = TrainState.create(apply_fn=model.apply, params=old.params, tx=tx)
-        opt_state = state.opt_state._replace(inner_state=old.opt_state)
-        state = state.replace(step=old.step, opt_state=opt_state)
+    ```python
+    state = TrainState.create(apply_fn=model.apply, params=old.params, tx=tx)
+    opt_state = state.opt_state._replace(inner_state=old.opt_state)
+    state = state.replace(step=old.step, opt_state=opt_state)
+    ```
 
     Attributes:
       step: int32[], the number of updates made.
