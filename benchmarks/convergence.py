@@ -16,8 +16,8 @@ How to read the differences:
 * `spread` is that of float32 from seed to seed, largest less smallest, relative to the mean. A
   difference inside it proves nothing: another seed makes as much of one. Each seed is compared with
   float32's run of it; after the mean stands the standard error of those differences.
-* "float32, nudged" is float32 again with every initial parameter changed by one part in 10^6. What
-  it differs by is chance alone: a recipe has to differ by more before anything is learned about it.
+* "float32, perturbed" is float32 with every initial parameter changed by one part in 10^6. What it
+  differs by is chance alone: a recipe has to differ by more before anything is learned about it.
 
 Runs that are finished are kept in `--out`, until jaxmp or this program changes: an interrupted
 comparison goes on where it was. Recipes that jaxmp refuses are listed as not run, with the reason.
@@ -58,11 +58,11 @@ import aot
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
 
-NUDGED = "float32, nudged"
+PERTURBED = "float32, perturbed"
 # In the order in which they run: what everything is compared with comes first.
 RECIPES = {
     "float32": "float32",
-    NUDGED: "float32",
+    PERTURBED: "float32",
     "mixed_bfloat16": "mixed_bfloat16",
     "mixed_float8": "mixed_float8",
     "mixed_int8": "mixed_int8",
@@ -165,7 +165,7 @@ def train(task: Task, recipe: str, seed: int) -> Run:
     policy = RECIPES[recipe]
     model = jaxmp.wrap(task.model, policy)
     params = model.init(jax.random.key(seed), task.held_out[0][0])["params"]
-    if recipe == NUDGED:
+    if recipe == PERTURBED:
         params = jax.tree.map(lambda p: p * np.float32(1 + 1e-6), params)
     schedule = optax.warmup_cosine_decay_schedule(
         0, task.learning_rate, task.steps // 10, task.steps

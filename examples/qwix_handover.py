@@ -13,7 +13,7 @@ It trains a classifier of noisy points and prints its accuracy (Qwix 0.1.8, JAX 
     jaxmp.quantize, 4-bit weights             accuracy  99.7%
     Qwix, 8 bits, calibrated                  accuracy  99.6%
     Qwix, 4-bit base, other classes           accuracy   0.1%
-      with adapters that learnt them          accuracy  98.8%
+      with adapters that learned them         accuracy  98.8%
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def main() -> None:
     x, labels = data(9, shift=3)
     lora, before, after = adapted(model, params)
     show("Qwix, 4-bit base, other classes", accuracy(lora.apply, before, x, labels))
-    show("  with adapters that learnt them", accuracy(lora.apply, after, x, labels))
+    show("  with adapters that learned them", accuracy(lora.apply, after, x, labels))
 
 
 if __name__ == "__main__":

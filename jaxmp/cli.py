@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what to compare with; default: %(default)s",
     )
     command.add_argument(
-        "--nudges",
+        "--perturbations",
         type=int,
         default=1,
         metavar="N",
@@ -356,7 +356,7 @@ def _validate(args: argparse.Namespace) -> int:
         args.policy,
         seeds=args.seeds,
         reference=args.reference,
-        nudges=args.nudges,
+        perturbations=args.perturbations,
         threshold=args.threshold,
         out=args.out,
         key=args.key,

@@ -352,7 +352,7 @@ def _draw_differences(ax: Any, report: Any, window: int) -> None:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(100 * (own - reference) / np.abs(reference))
 
-    chance = [difference(run) for run in report.nudged_runs]
+    chance = [difference(run) for run in report.perturbed_runs]
     steps = np.arange(len(chance[0])) + window
     ax.fill_between(steps, np.min(chance, 0), np.max(chance, 0), color=_PALE, alpha=0.7, lw=0)
     limit = 100 * report.threshold
@@ -369,7 +369,7 @@ def _draw_differences(ax: Any, report: Any, window: int) -> None:
     ax.set_ylim(-bound, bound)
     ax.set_ylabel("%")
     beyond = [r.label for r, peak in zip(report.policies, peaks, strict=True) if peak > bound]
-    band = f"dashed: ±{limit:g}%; band: {report.reference}, last bits nudged"
+    band = f"dashed: ±{limit:g}%; band: {report.reference}, last bits perturbed"
     far = f"\nbeyond the scale: {', '.join(beyond)}" if beyond else ""
     _title(ax, f"Difference in training loss ({band}){far}")
 

@@ -27,7 +27,7 @@ def validate(
     *misplaced: Any,
     seeds: int | Sequence[int] = 3,
     reference: Any = "float32",
-    nudges: int = 1,
+    perturbations: int = 1,
     threshold: float = 0.005,
     grad_norm_threshold: float | None = 0.1,
     curve_threshold: float | None = 0.05,
@@ -74,7 +74,7 @@ def validate(
       seeds: the number of seeds, from 0 on, or the seeds. Two prove little: the noise narrows fast
         with more.
       reference: the policy to compare with instead of float32, or what `make_step` takes for one.
-      nudges: the number of nudged runs per seed.
+      perturbations: the number of perturbed runs per seed.
       threshold: the largest relative difference in final loss that passes.
       grad_norm_threshold: the same for gradient norms, of which the median over the steps of the
         relative difference is taken; None not to judge them.
@@ -126,7 +126,7 @@ def validate(
     named = _named_policies(policy)
     base_name = _name_of_reference(reference, named)
     seeds = _seeds(seeds)
-    nudges = _count("nudges", nudges)
+    perturbations = _count("perturbations", perturbations)
     _check_thresholds(threshold, grad_norm_threshold, curve_threshold)
     limits = {
         "final loss": threshold, "gradient norm": grad_norm_threshold, "curve": curve_threshold,
@@ -145,16 +145,18 @@ def validate(
         numerics = describe_numerics()
         task = Task(make_step, batches, steps)
         base = [Job(base_name, reference, seed) for seed in seeds]
-        nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
+        perturbed = [
+            Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(perturbations)
+        ]
         others = {name: [Job(name, spec, seed) for seed in seeds] for name, spec in named.items()}
-        total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
+        total = steps * (len(base) + len(perturbed) + len(others) * len(seeds))
         with tqdm(total=total, unit=" steps", disable=not progress) as bar:
             maker = _Runs(task, RunCache("validate", out), key, numerics, bar)
             base_runs = maker.make_base(base)
-            nudged_runs = maker.make_nudged(nudged)
+            perturbed_runs = maker.make_perturbed(perturbed)
             other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
         results = tuple(
-            conclude(name, runs, base_runs, nudged_runs, limits)
+            conclude(name, runs, base_runs, perturbed_runs, limits)
             for name, runs in other_runs.items()
         )
         return ValidationReport(
@@ -166,7 +168,7 @@ def validate(
             spread=spread_of(base_runs),
             floor=results[0].checks[0].floor,
             reference_runs=tuple(base_runs),
-            nudged_runs=tuple(nudged_runs),
+            perturbed_runs=tuple(perturbed_runs),
             numerics=numerics,
             remarks=remarks_on(numerics),
         )
@@ -202,7 +204,7 @@ class _Runs:
             self._base[job.seed] = run
         return list(self._base.values())
 
-    def make_nudged(self, jobs: Sequence[Job]) -> list[Run]:
+    def make_perturbed(self, jobs: Sequence[Job]) -> list[Run]:
         runs = []
         for job in jobs:
             run, base = self.make(job), self._base[job.seed]

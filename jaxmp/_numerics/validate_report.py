@@ -27,7 +27,7 @@ class ValidationReport:
         mean; None for one seed.
       floor: its noise floor: the relative difference of its mean final loss that chance explains.
       reference_runs: one per seed.
-      nudged_runs: one or more per seed: the reference, its parameters nudged in their last bits.
+      perturbed_runs: one or more per seed: the reference with the last bits perturbed.
       numerics: the backend, versions and settings that determine the numerics.
       remarks: remarks on these numerics.
     """
@@ -40,7 +40,7 @@ class ValidationReport:
     spread: float | None
     floor: float
     reference_runs: tuple[Run, ...]
-    nudged_runs: tuple[Run, ...]
+    perturbed_runs: tuple[Run, ...]
     numerics: dict[str, str]
     remarks: tuple[str, ...]
 
@@ -70,7 +70,7 @@ class ValidationReport:
         """
         data: dict[str, Any] = plain(dataclasses.asdict(self))
         if not runs:
-            del data["reference_runs"], data["nudged_runs"]
+            del data["reference_runs"], data["perturbed_runs"]
             for result in data["policies"]:
                 del result["runs"]
         return data | {"passed": self.passed, "failed": self.failed}
@@ -109,7 +109,7 @@ class ValidationReport:
         return (
             f"Against {self.reference}: {self.steps} steps, {seeds}, final loss {held_out}.\n"
             f"{self.reference} against itself: {spread}{percent(self.floor, sign=False)} with its "
-            "last bits nudged (the noise floor)."
+            "last bits perturbed (the noise floor)."
         )
 
     def _rows(self) -> list[list[str]]:

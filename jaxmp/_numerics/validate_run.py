@@ -23,7 +23,7 @@ _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need n
 _HOPELESS: Final = 100
 _MADE: Final = "(state, step), or (state, step, evaluate) with evaluate(state) -> loss"
 _KEPT: Final = ("loss", "grad_norm", "loss_scale", "finite")
-# The dtypes that are nudged, by width in bytes; and the names that are not: a power of two.
+# The dtypes that are perturbed, by width in bytes; and the names that are not: a power of two.
 _BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
 _NEVER: Final = {"loss_scale"}
 
@@ -43,15 +43,17 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A run to make: of the policy called `label`, from a seed; nudged if `nudge` is not 0."""
+    """A run to make: of the policy called `label`, from a seed; 0 is no perturbation."""
 
     label: str
     policy: Any
     seed: int
-    nudge: int = 0
+    perturbation: int = 0
 
     def __str__(self) -> str:
-        return f"{self.label}, seed {self.seed}" + (f", nudge {self.nudge}" * bool(self.nudge))
+        return f"{self.label}, seed {self.seed}" + (
+            f", perturbation {self.perturbation}" * bool(self.perturbation)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Run:
     Attributes:
       label: the policy's name.
       seed: the seed of the run.
-      nudge: which of the nudged runs of this seed; 0 for one that was not.
+      perturbation: which of the perturbed runs of this seed; 0 for one that was not.
       losses: of each step, on its batch. Fewer than the steps if the run was given up, after its
         losses had been non-finite for 100 steps.
       grad_norms: of each step, if the step reports them.
@@ -75,7 +77,7 @@ class Run:
 
     label: str
     seed: int
-    nudge: int
+    perturbation: int
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     loss_scales: tuple[float, ...]
@@ -157,13 +159,13 @@ def train(
     Raises:
       TypeError: if `step` or `evaluate` returns a wrong type.
       ValueError: if a metric is missing or not a number, the batches end early or differ from
-        `data`, or nothing in the state can be nudged.
+        `data`, or nothing in the state can be perturbed.
     """
     state, step, evaluate = made
     record: dict[str, list[Any]] = {name: [] for name in _KEPT}
     pending: list[dict[str, Any]] = []
     checksums: list[int] = []
-    nudged = not job.nudge
+    perturbed = not job.perturbation
     names: set[str] | None = None
 
     def fetch() -> None:
@@ -182,8 +184,8 @@ def train(
                     "seed: batches(seed) must return the same batches in the same order each time "
                     "(is a generator, or a random number generator, shared between the runs?)."
                 )
-        if not nudged:  # parameters that are all zero can be after the first step
-            state, nudged = nudge(state, (job.seed, job.nudge))
+        if not perturbed:  # parameters that are all zero can be after the first step
+            state, perturbed = perturb(state, (job.seed, job.perturbation))
         state, metrics = _read_step(_taking(step, fed, job)(state, fed), i, job)
         if names not in (None, metrics.keys()):
             raise ValueError(
@@ -197,16 +199,16 @@ def train(
             if not any(map(math.isfinite, record["loss"][-_HOPELESS:])) and i >= _HOPELESS:
                 break
     fetch()
-    if not nudged:
+    if not perturbed:
         raise ValueError(
-            "validate: found no floating parameter to nudge in the state that make_step returned, "
+            "validate: found no floating parameter to perturb in make_step's state, "
             "so float32's noise floor cannot be measured. A state is a pytree: a TrainState, "
             "(params, opt_state), NNX modules."
         )
     return Run(
         label=job.label,
         seed=job.seed,
-        nudge=job.nudge,
+        perturbation=job.perturbation,
         losses=tuple(record["loss"]),
         grad_norms=tuple(record["grad_norm"]),
         loss_scales=tuple(record["loss_scale"]),
@@ -318,7 +320,7 @@ def _kind(value: Any) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
+def perturb(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
     """Moves each parameter to the next number above or below, or leaves it, with equal chances.
 
     As if each had been rounded stochastically. Parameters are those leaves of the state whose path
@@ -329,7 +331,7 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
 
     Example:
       >>> before = {"params": np.ones(100, "f"), "momentum": np.ones(100, "f")}
-      >>> after, changed = nudge(before, (0, 1))
+      >>> after, changed = perturb(before, (0, 1))
       >>> changed, sorted({int(x) for x in np.round((after["params"] - 1) * 2**24)})
       (True, [-1, 0, 2])
       >>> bool(np.all(after["momentum"] == 1))
@@ -342,7 +344,7 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
     modules = [node for _, node in nodes if isinstance(node, nnx.Module)]
     if modules:
         params, rest = jax.tree.flatten([nnx.state(module, nnx.Param) for module in modules])
-        moved, changed = _nudge_leaves(params, draw)
+        moved, changed = _perturb_leaves(params, draw)
         for module, new in zip(modules, jax.tree.unflatten(rest, moved), strict=True):
             nnx.update(module, new)
         return state, changed
@@ -352,18 +354,18 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
     wanted = [
         i for i, name in enumerate(names) if ("params" in name if named else not {*name} & _NEVER)
     ]
-    moved, changed = _nudge_leaves([leaves[i] for i in wanted], draw)
+    moved, changed = _perturb_leaves([leaves[i] for i in wanted], draw)
     for i, new in zip(wanted, moved, strict=True):
         leaves[i] = new
     return jax.tree.unflatten(treedef, leaves), changed
 
 
-def _nudge_leaves(leaves: list[Any], draw: np.random.Generator) -> tuple[list[Any], bool]:
-    moved = [_nudge_leaf(leaf, draw) for leaf in leaves]
+def _perturb_leaves(leaves: list[Any], draw: np.random.Generator) -> tuple[list[Any], bool]:
+    moved = [_perturb_leaf(leaf, draw) for leaf in leaves]
     return moved, any(new is not old for new, old in zip(moved, leaves, strict=True))
 
 
-def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
+def _perturb_leaf(leaf: Any, draw: np.random.Generator) -> Any:
     """Returns a floating array of 16 bits or more with its elements moved; other leaves as is.
 
     It runs on the host, where nothing is compiled for each shape.

@@ -31,7 +31,7 @@ class Check:
       name: "final loss", "gradient norm" or "curve".
       difference: from float32's, relative; the mean over seeds.
       threshold: the largest difference that passes.
-      floor: float32's noise floor: the difference of nudged runs stays below it 19 times in 20.
+      floor: float32's noise floor: the difference of perturbed runs stays below it 19 times in 20.
       scatter: the error of the mean of the policy's differences stays below it 19 times in 20, as
         estimated from seed to seed; None for one seed.
       outcome: the verdict of `judge`.
@@ -63,7 +63,7 @@ class PolicyResult:
         if none does, the final loss' outcome is the verdict.
       curve_distance: the area between the curves of training losses and float32's, relative to that
         under float32's; the mean over seeds.
-      curve_floor: the largest such area of float32's nudged runs.
+      curve_floor: the largest such area of float32's perturbed runs.
       skipped_count: the number of steps that were skipped, in all seeds.
       runs: one per seed.
     """
@@ -84,10 +84,10 @@ class PolicyResult:
 
 
 def conclude(
-    label: str, runs: Sequence[Run], base: Sequence[Run], nudged: Sequence[Run], limits: Limits
+    label: str, runs: Sequence[Run], base: Sequence[Run], perturbed: Sequence[Run], limits: Limits
 ) -> PolicyResult:
     """Judges a policy's runs and gives reasons; the arguments are those of `judge_runs`."""
-    checks = judge_runs(runs, base, nudged, limits)
+    checks = judge_runs(runs, base, perturbed, limits)
     same = all(run.same_as(other) for run, other in zip(runs, base, strict=True))
     outcomes = {check.outcome for check in checks}
     verdict = FAILS if FAILS in outcomes else NOISE if same else checks[0].outcome
@@ -110,10 +110,10 @@ def conclude(
         reasons.append(f"{skipped} of {of} steps were skipped: their gradients were not finite")
     distances = [_between_curves(run, other) for run, other in _with_base(runs, base)]
     apart = float(np.mean(distances))
-    floor = max(_between_curves(run, other) for run, other in _with_base(nudged, base))
+    floor = max(_between_curves(run, other) for run, other in _with_base(perturbed, base))
     if math.isfinite(apart) and not same:
         reasons.append(
-            f"training curves {percent(apart, sign=False)} apart ({base[0].label}'s, nudged: "
+            f"training curves {percent(apart, sign=False)} apart ({base[0].label}'s, perturbed: "
             f"{percent(floor, sign=False)})"
         )
     return PolicyResult(
@@ -132,7 +132,7 @@ def conclude(
 def in_words(check: Check, base: str) -> str:
     """Describes a check in a sentence."""
     noise, threshold = percent(check.noise, sign=False), f"{100 * check.threshold:g}%"
-    of = f"{base}'s, nudged" if check.noise == check.floor else "from seed to seed"
+    of = f"{base}'s, perturbed" if check.noise == check.floor else "from seed to seed"
     is_it = f"{check.name} {percent(check.difference)} from {base}'s"
     if check.outcome == NOISE:
         return (
@@ -216,11 +216,11 @@ def judge(difference: float, threshold: float, noise: float) -> str:
 
 
 def judge_runs(
-    runs: Sequence[Run], base: Sequence[Run], nudged: Sequence[Run], limits: Limits
+    runs: Sequence[Run], base: Sequence[Run], perturbed: Sequence[Run], limits: Limits
 ) -> tuple[Check, ...]:
-    """Compares a policy's runs with float32's of the same seeds, and with nudged ones."""
+    """Compares a policy's runs with float32's of the same seeds, and with perturbed ones."""
     scale = scale_of(base)
-    nudged_pairs = _with_base(nudged, base)
+    perturbed_pairs = _with_base(perturbed, base)
     pairs = list(zip(runs, base, strict=True))
     checks = []
     # A skipped step shifts the rest of the curve, which is shown then, but not judged.
@@ -234,7 +234,7 @@ def judge_runs(
         if threshold is None or (name == "gradient norm" and not all(r.grad_norms for r in runs)):
             continue
         differences = np.array([difference(*pair) for pair in pairs])
-        chance = np.array([difference(*pair) for pair in nudged_pairs])
+        chance = np.array([difference(*pair) for pair in perturbed_pairs])
         if np.isnan(chance).any():  # float32 does not report it, or it is always zero
             continue
         mean = float(differences.mean())

@@ -52,16 +52,16 @@ def test_what_chance_makes_as_well_proves_nothing():
     assert report["large"].verdict == FAILS
     assert not report.passed
     for said in (one_line(report), report.to_markdown()):
-        assert "(float32's, nudged), which is wider than the 0.5% allowed" in said
+        assert "(float32's, perturbed), which is wider than the 0.5% allowed" in said
         assert "proves nothing; more seeds" in said
 
 
 def test_the_noise_floor_is_the_interval_of_a_mean_of_such_differences():
     chaotic = functools.partial(simulated, chaos=0.2)
-    report = validate(chaotic, nudges=2)
+    report = validate(chaotic, perturbations=2)
     base = {run.seed: run.final for run in report.reference_runs}
     mean = np.mean(list(base.values()))
-    chance = [(run.final - base[run.seed]) / mean for run in report.nudged_runs]
+    chance = [(run.final - base[run.seed]) / mean for run in report.perturbed_runs]
     assert len(chance) == 6
     # Student's t of six degrees of freedom, 97.5 %.
     floor = 2.447 * np.sqrt(np.mean(np.square(chance))) / np.sqrt(3)
@@ -107,7 +107,7 @@ def test_curves_are_judged_by_their_mean_and_their_distance_is_shown():
     assert abs(result.check("curve").difference) < 1e-6
     assert result.curve_distance == pytest.approx(0.1, rel=1e-3)
     assert result.curve_floor < 1e-6
-    assert "training curves 9.99% apart (float32's, nudged: 0.00%)" in " ".join(result.reasons)
+    assert "training curves 9.99% apart (float32's, perturbed: 0.00%)" in " ".join(result.reasons)
 
 
 def test_the_loss_that_is_held_out_is_judged():
@@ -283,10 +283,10 @@ VALUE_ERRORS = [
      "first loss of float32, seed 0, was .*: make_step must make the same parameters"),
     ("make_step", lambda p, s: simulated(p, 0), "seeds 0 and 1 are bitwise the same run"),
     ("make_step", lambda p, s: (3, lambda state, i: (state, {"loss": 1.0 + s})),
-     "no floating parameter to nudge"),
+     "no floating parameter to perturb"),
     ("batches", lambda seed: [1] * 7, r"batches\(0\) ended after 7 of 40 batches"),
     ("batches", lambda seed: (next(COUNTER) for _ in range(99)),
-     "batch 0 of float32, seed 0, nudge 1 differs from that of the first run of this seed"),
+     "batch 0 of float32, seed 0, perturbation 1 differs from that of the first run of this seed"),
     ("policies", [], "there are no policies"),
     ("policies", "mixed_bflaot16", "mixed_bfloat16"),
     ("policies", ["bf16", "bfloat16"], "'bfloat16' is named twice"),
@@ -299,7 +299,7 @@ VALUE_ERRORS = [
     ("seeds", [-1], "from 0 on"),
     ("seeds", "3", "got '3'"),
     ("seeds", 2.5, "got 2.5"),
-    ("nudges", 0, "nudges must be"),
+    ("perturbations", 0, "perturbations must be"),
     ("threshold", "0.5%", "threshold must be positive, .*; got '0.5%'"),
     ("threshold", None, "threshold must be positive"),
     ("threshold", 0, "threshold must be positive"),

@@ -1,4 +1,4 @@
-"""What validate keeps through kill -9, what invalidates it, and how parameters are nudged."""
+"""What validate keeps through kill -9, what invalidates it, and how parameters are perturbed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from validate_kit import simulated, validate
 
 import jaxmp
 from jaxmp._numerics import validate_numerics
-from jaxmp._numerics.validate_run import nudge
+from jaxmp._numerics.validate_run import perturb
 
 from support import ROOT, cpu_environment
 
@@ -59,7 +59,7 @@ def test_a_new_policy_or_seed_is_added_to_what_is_kept(tmp_path):
     report = validate(more, {"it": 0.001, "other": 0.002}, seeds=3, threshold=0.1, **options)
     assert more.made == [
         ("float32", 2),
-        ("float32", 2),  # nudged
+        ("float32", 2),  # perturbed
         (0.001, 2),
         *[(0.002, seed) for seed in range(3)],
     ]
@@ -212,49 +212,49 @@ def test_kill_9(tmp_path):
     assert all(path.stat().st_mtime_ns == made for path, made in kept.items())
 
 
-# Nudges.
+# Perturbations.
 
 
-def test_a_nudge_is_a_last_bit_up_or_down_or_none():
+def test_a_perturbation_is_a_last_bit_up_or_down_or_none():
     x = np.random.default_rng(0).normal(size=3000).astype("f")
-    after, changed = nudge(x, (0, 1))
+    after, changed = perturb(x, (0, 1))
     assert changed
     steps = np.asarray(after).view("i4") - np.asarray(x).view("i4")
     counts = np.bincount(steps + 1)
     assert len(counts) == 3
     assert counts.min() > 900
-    assert not np.array_equal(after, nudge(x, (0, 2))[0])
-    assert not np.array_equal(after, nudge(x, (1, 1))[0])
-    assert np.array_equal(after, nudge(x, (0, 1))[0])
+    assert not np.array_equal(after, perturb(x, (0, 2))[0])
+    assert not np.array_equal(after, perturb(x, (1, 1))[0])
+    assert np.array_equal(after, perturb(x, (0, 1))[0])
 
 
-def test_parameters_are_nudged_and_all_else_is_left_alone():
+def test_parameters_are_perturbed_and_all_else_is_left_alone():
     odd = np.array([0.0, np.inf, np.nan, -np.inf, 1e-45, *[np.finfo("f").max] * 9], "f")
-    after, _ = nudge(odd, (0, 1))
+    after, _ = perturb(odd, (0, 1))
     assert np.isfinite(after[5:]).all()
     np.testing.assert_array_equal(after[:5], odd[:5])
     for leaf in (jnp.arange(9), jax.random.key(1), 2.0, "a", jnp.float8_e4m3fn(1)):
-        assert nudge([leaf], (0, 1)) == ([leaf], False)
+        assert perturb([leaf], (0, 1)) == ([leaf], False)
     tx = jaxmp.dynamic_loss_scale(optax.adam(1e-3))
     params = {"w": jnp.ones(50, jnp.bfloat16), "b": jnp.zeros(3)}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    after, changed = nudge(state, (0, 1))
+    after, changed = perturb(state, (0, 1))
     assert changed
     assert {float(x) for x in after.params["w"]} == {1 - 2**-8, 1.0, 1 + 2**-7}
     assert all(map(np.array_equal, *map(jax.tree.leaves, (after.opt_state, state.opt_state))))
-    (params, opt_state), changed = nudge((state.params, state.opt_state), (0, 1))
+    (params, opt_state), changed = perturb((state.params, state.opt_state), (0, 1))
     assert changed
     assert opt_state.loss_scale == 2.0**16
     net = Net(0)
     before = jax.tree.map(jnp.copy, nnx.state(net))
     state = (net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param))
-    assert nudge(state, (0, 1)) == (state, True)
+    assert perturb(state, (0, 1)) == (state, True)
     after = nnx.state(net)
     assert not np.array_equal(before["linear"]["kernel"][...], after["linear"]["kernel"][...])
     assert np.array_equal(before["norm"]["var"][...], after["norm"]["var"][...])
 
 
-def test_parameters_that_start_at_zero_are_nudged_after_the_first_step():
+def test_parameters_that_start_at_zero_are_perturbed_after_the_first_step():
     def make_step(policy, seed):
         def step(w, i):
             new = np.float32(1.1) * w + np.float32(1 + seed)

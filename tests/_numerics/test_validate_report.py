@@ -72,7 +72,7 @@ def test_json(report):
     assert data["failed"] is True
     assert [policy["verdict"] for policy in data["policies"]] == [PASSES, FAILS]
     assert len(data["policies"][0]["runs"][0]["losses"]) == 50
-    assert len(data["nudged_runs"]) == 2
+    assert len(data["perturbed_runs"]) == 2
     short = json.loads(json.dumps(report.to_dict(runs=False)))
     assert "runs" not in short["policies"][0]
     assert "reference_runs" not in short
@@ -181,7 +181,7 @@ def test_the_command_line_is_strict_if_asked(command, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     options = ("--policy", "float16", "--batches", "program_to_validate:batches")
     assert command("ignoring", *options)[0] == 0
-    assert seeds == [0, 1, 0, 1, 0, 1], "float32, nudged, float16"
+    assert seeds == [0, 1, 0, 1, 0, 1], "float32, perturbed, float16"
     assert not Path("runs/report.png").exists()
     code, printed = command("ignoring", *options, "--strict")
     assert code == 1

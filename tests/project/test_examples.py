@@ -390,7 +390,7 @@ def test_the_pages_pictures_are_there():
 
 
 @pytest.mark.slow
-def test_qwix_takes_over_what_was_learnt():
+def test_qwix_takes_over_what_was_learned():
     if importlib.util.find_spec("qwix") is not None:
         done = run_example("qwix_handover.py", folder=EXAMPLES)
         assert done.returncode == 0, done.stderr
