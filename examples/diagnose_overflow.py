@@ -1,14 +1,14 @@
-"""Finds the layer of a Linen model that overflows in float16, compares it with bfloat16, mends it.
+"""Finds the layer of a Linen model that overflows in float16, compares it with bfloat16, fixes it.
 
 The model sees the spectra of short sounds: its layer `power` squares numbers of some hundreds, and
 float16 ends at 65,504. The loss is NaN, and nothing says why. `jaxmp.diagnose`
 does; `compare` sets the run beside one in bfloat16; a policy that leaves this one layer in float32
-mends it.
+fixes it.
 
     python examples/diagnose_overflow.py
 
 It prints all of that, and writes a table of every operation in both runs, `comparison.md`, and the
-pictures `exponents.png` and `underflow.png` of the mended model: its gradients are small, and a
+pictures `exponents.png` and `underflow.png` of the fixed model: its gradients are small, and a
 loss scale is what keeps them.
 """
 
@@ -88,11 +88,11 @@ def main() -> None:
     heading("float16, but for the layer that overflows")
     policy = jaxmp.PolicyMap({"power": "float32"}, default="mixed_float16")
     with waiting("running it under the other policy"):
-        mended = jaxmp.diagnose(loss_of(jaxmp.wrap(Sounds(), policy)), None)(params, x, y)
-    print(mended)
+        fixed = jaxmp.diagnose(loss_of(jaxmp.wrap(Sounds(), policy)), None)(params, x, y)
+    print(fixed)
     with waiting("drawing"):
-        mended.plot_exponents(folder / "exponents.png")
-        mended.plot_underflow(folder / "underflow.png")
+        fixed.plot_exponents(folder / "exponents.png")
+        fixed.plot_underflow(folder / "underflow.png")
 
 
 if __name__ == "__main__":

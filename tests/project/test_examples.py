@@ -355,7 +355,7 @@ def test_the_overflow_is_found_compared_and_mended(tmp_path):
     result = run_example("diagnose_overflow.py", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     unwrapped = re.sub(r"\n {16}", " ", result.stdout)
-    half, beside, mended = re.split(r"^float16.*\n-+\n", unwrapped, flags=re.MULTILINE)[1:]
+    half, beside, fixed = re.split(r"^float16.*\n-+\n", unwrapped, flags=re.MULTILINE)[1:]
     where = r"integer_pow \(float16, forward\) in Sounds/power at diagnose_overflow\.py:\d+"
     overflow = r"overflow: \S+ in float32, beyond 65504, in \S+ of its values"
     assert re.search(rf"^not finite +{where}: {overflow}$", half, re.MULTILINE)
@@ -363,8 +363,8 @@ def test_the_overflow_is_found_compared_and_mended(tmp_path):
     first = re.search(r"^first +(.*)$", beside, re.MULTILINE)[1]
     assert first.startswith("integer_pow (float16, bfloat16, forward) in Sounds/power at ")
     assert first.endswith("not finite here")
-    assert re.search(r"^not finite +nothing: every result is finite$", mended, re.MULTILINE)
-    assert re.search(r"became 0: convert_element_type \(float16, backward\) in Sounds/", mended)
+    assert re.search(r"^not finite +nothing: every result is finite$", fixed, re.MULTILINE)
+    assert re.search(r"became 0: convert_element_type \(float16, backward\) in Sounds/", fixed)
     for name in ("exponents.png", "underflow.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG_SIGNATURE)
     assert "Sounds/power" in (tmp_path / "comparison.md").read_text()
