@@ -1,1 +1,1 @@
-"""Compiles programs for chips that are not there, and reports the memory and time they need."""
+"""Compiles programs for chips this machine lacks, and reports the memory and time they need."""

@@ -1,4 +1,4 @@
-"""Compiles exported programs for a target that is not there. A script, run in its own process.
+"""Compiles exported programs for a target this machine lacks. A script, run in its own process.
 
     python aot_worker.py FOLDER
 

@@ -1,4 +1,4 @@
-"""Compiles functions for a target that is not there, in a separate process."""
+"""Compiles functions for a target that this machine lacks, in a separate process."""
 
 from __future__ import annotations
 

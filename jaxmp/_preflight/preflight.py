@@ -1,4 +1,4 @@
-"""`preflight`: the memory and time of a program on an accelerator that is not there."""
+"""`preflight`: the memory and time of a program on an accelerator that this machine lacks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def preflight(
     price_per_hour: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Callable[..., PreflightReport]:
-    """Compiles a function for hardware that is not there, and reports what it will need.
+    """Compiles a function for a chip that this machine lacks, and reports what it needs.
 
     The function is traced and lowered here, and compiled in a separate process, by the compiler of
     the target: the reported memory and structure are those of the program that the hardware will
