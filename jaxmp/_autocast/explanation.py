@@ -204,19 +204,21 @@ class Explanation:
 
     def verdict(self) -> str:
         """Returns the answer in a sentence."""
-        name = self.policy or "As written"
         if self.overruled:
-            return f"{name} is of no effect: every matmul and convolution is under another policy."
+            said = "is of no effect: every matmul and convolution is under another policy."
+            return f"{self.policy} {said}"
         counts = self.products()
-        full = _screen.counted(sum(r.count for r in self.rows if r.op not in LOW), "operation")
-        if not counts:
-            return f"{name}: no matmul or convolution is among the {full}."
-        dtype, most = next(iter(counts.items()))
         total = sum(counts.values())
-        if most == total:
-            return f"{name}: every matmul and convolution runs in {dtype}."
-        rest = ", ".join(f"{n:,} in {other}" for other, n in counts.items() if other != dtype)
-        return f"{name}: {most:,} of {total:,} matmuls and convolutions run in {dtype}, {rest}."
+        if not counts:
+            others = _screen.counted(sum(row.count for row in self.rows), "operation")
+            said = f"no matmul or convolution is among the {others}."
+        elif len(counts) == 1:
+            said = f"every matmul and convolution runs in {next(iter(counts))}."
+        else:
+            (dtype, most), *rest = counts.items()
+            others = ", ".join(f"{n:,} in {other}" for other, n in rest)
+            said = f"{most:,} of {total:,} matmuls and convolutions run in {dtype}, {others}."
+        return f"{self.policy}: {said}" if self.policy else said[0].upper() + said[1:]
 
     def groups(self) -> list[tuple[str, list[Row]]]:
         """Groups rows of one line, dtype and reason, in modules that differ in a layer's number.
