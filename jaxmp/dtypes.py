@@ -48,6 +48,8 @@ _DTYPE_BY_SCALAR = {np.dtype(dtype).type: dtype for dtype in DTYPE_NAMES}
 # NVIDIA's tensor cores multiply bfloat16 since Ampere (compute capability 8.0); before it XLA
 # converts the operands to float32 first.
 _BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
+# AMD's have v_mfma_*bf16 since gfx908, v_wmma_*bf16 since gfx11 (LLVM, VOP3PInstructions.td).
+_BFLOAT16_AMD = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 
 def parse_dtype(value: DTypeLike, what: str = "dtype") -> Any:
@@ -181,8 +183,8 @@ def half_dtype(device: Any = None) -> Any:
     """Returns the 16-bit dtype that a device multiplies natively: bfloat16 where it can.
 
     bfloat16 has float32's range, so it needs no loss scaling; float16 is the answer only for GPUs
-    that would emulate bfloat16: NVIDIA's before compute capability 8.0, and GPUs whose compute
-    capability is not of the form "major.minor".
+    that would emulate bfloat16: NVIDIA's before compute capability 8.0, AMD's before CDNA (gfx908)
+    and RDNA 3 (gfx11), and GPUs whose compute capability is unknown.
 
     Args:
       device: A `jax.Device`, or a device of a topology description. By default the one that
@@ -199,7 +201,10 @@ def half_dtype(device: Any = None) -> Any:
     if device.platform in ("cpu", "tpu"):
         return jnp.bfloat16
     capability = compute_capability(device)
-    native = capability is not None and capability >= _BFLOAT16_COMPUTE_CAPABILITY
+    if capability is None:
+        native = str(getattr(device, "compute_capability", "")).startswith(_BFLOAT16_AMD)
+    else:
+        native = capability >= _BFLOAT16_COMPUTE_CAPABILITY
     return jnp.bfloat16 if native else jnp.float16
 
 

@@ -4,7 +4,7 @@
     python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n0
 
 What follows `--` goes to pytest, after `-x -q`. It runs the tests of the rooms below, those that
-are named after the fault's module first. The faults are drawn from the source of these rooms, so
+name the fault's module first. The faults are drawn from the source of these rooms, so
 the same seed draws others when it has changed:
 
 * dtype: float32 for bfloat16 and the other way round;
@@ -113,11 +113,13 @@ def tests_for(mutant: Mutant) -> list[str]:
     module = Path(mutant.path)
 
     def rank(file: Path) -> int:
-        if file.stem.removeprefix("test_").startswith(module.stem):
+        if module.stem in file.stem:
             return 0
-        if module.parts[1] != "_autocast" and file.parent.name == module.parts[1]:
+        if module.stem in file.read_text(encoding="utf-8"):
             return 1
-        return 2 if file.name == "test_plan_digests.py" else 3
+        if module.parts[1] != "_autocast" and file.parent.name == module.parts[1]:
+            return 2
+        return 3 if file.name == "test_plan_digests.py" else 4
 
     files = [x for room in ROOMS for x in sorted((ROOT / "tests" / room).glob("test_*.py"))]
     return [str(x.relative_to(ROOT)) for x in sorted(files, key=rank)]

@@ -77,7 +77,11 @@ def test_half_dtype_is_what_the_device_multiplies():
         ("gpu", "12.1", jnp.bfloat16),
         ("gpu", "7.5", jnp.float16),
         ("gpu", "7.0", jnp.float16),
-        ("gpu", "gfx90a", jnp.float16),
+        ("gpu", "gfx906", jnp.float16),
+        ("gpu", "gfx90a", jnp.bfloat16),
+        ("gpu", "gfx942:sramecc+:xnack-", jnp.bfloat16),
+        ("gpu", "gfx1030", jnp.float16),
+        ("gpu", "gfx1100", jnp.bfloat16),
         ("gpu", None, jnp.float16),
         ("METAL", None, jnp.float16),
     ):
