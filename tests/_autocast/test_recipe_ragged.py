@@ -14,7 +14,7 @@ from jaxmp._autocast.products.derivative import contract
 from jaxmp._autocast.products.ragged import RaggedProduct
 from jaxmp.recipes import float8, int8, products
 
-from support import slow_when
+from support import iter_eqns, slow_when
 
 RECIPES = {
     float8(): (0.041, 0.041, 0.041),
@@ -74,6 +74,15 @@ def test_each_group_is_multiplied_by_its_own_matrix(recipe):
         for got, exact, most in zip(found, want, RECIPES[recipe], strict=True):
             np.testing.assert_array_equal(got[exact == 0], 0)
             assert np.linalg.norm(got - exact) <= most * np.linalg.norm(exact), sizes
+
+
+def test_products_are_summed_in_32_bits_before_they_are_scaled():
+    x, w, g = (v.astype(jnp.bfloat16) for v in operands())
+    for recipe, sums in ((float8(), "float32"), (int8(), "int32")):
+        jaxpr = jax.make_jaxpr(made(recipe))(x, w, g, jnp.array([24, 24, 24, 24], jnp.int32))
+        ragged = [e for e in iter_eqns(jaxpr) if e.primitive.name == "ragged_dot_general"]
+        assert len(ragged) == 3
+        assert {str(eqn.outvars[0].aval.dtype) for eqn in ragged} == {sums}
 
 
 def test_matrices_of_different_size_have_a_scale_each():
