@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from typing import NamedTuple
 
-from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Observed, Promoted
+from jaxmp._audit.follow import FLOAT32, LOW, Observed, Promoted, ValueKind, ValueName
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.roots import LITERALS, OTHER, geometry
 from jaxmp._autocast.rules import author_keeps
@@ -70,11 +70,10 @@ class Judge:
         self._forward[at].add(blame)
         return blame
 
-    def promotion(self, met: str) -> str:
-        """Returns the fix for 16-bit values that JAX promoted for an operand called `met`."""
-        if met.startswith("the argument"):
-            return self.parameter
-        return self.constant if met.startswith(ARRAY) else DEMOTE
+    def promotion(self, met: ValueName) -> str:
+        """Returns the fix for 16-bit values that JAX promoted for the operand `met`."""
+        fixes = {ValueKind.ARGUMENT: self.parameter, ValueKind.ARRAY: self.constant}
+        return fixes.get(met.kind, DEMOTE)
 
     def _judge(self, seen: Observed) -> Blame | None:
         place, eqn = seen.place, seen.eqn
@@ -131,7 +130,7 @@ class Judge:
         if causes and causes[0].by_policy:
             what = "what autocast returns in float32 is multiplied outside of it"
             return Blame(FAULT, *here, what, "make the product part of the function it is given")
-        if plain and causes and plain[0].startswith("the argument"):
+        if plain and causes and plain[0].kind == ValueKind.ARGUMENT:
             what = f"{plain[0]} is float32, and so is what it meets: {causes[0].what}"
             elsewhere = f" at {causes[0].source}" if causes[0].source != here[0] else ""
             return Blame(FAULT, *here, what + elsewhere, self.parameter)

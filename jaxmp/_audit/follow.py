@@ -11,6 +11,7 @@ A value that a conversion made, and that was only moved since, has that conversi
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,24 @@ LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))
 FLOATS = LOW | {FLOAT32, np.dtype("float64")}
 
 
+class ValueKind(enum.Enum):
+    """Where a value comes from, as far as the fix for a promotion depends on it."""
+
+    ARGUMENT = enum.auto()
+    ARRAY = enum.auto()  # a constant that is not a scalar
+    OTHER = enum.auto()
+
+
+class ValueName(NamedTuple):
+    """The name of a value in messages, and its kind."""
+
+    text: str
+    kind: ValueKind = ValueKind.OTHER
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Cause(NamedTuple):
     """The cause of a value's float32 dtype.
 
@@ -42,14 +61,14 @@ class Cause(NamedTuple):
       source: the line, ``file.py:line``.
       path: the module path.
       what: the cause in words.
-      promoted: the float32 operand for which JAX promoted a 16-bit one; empty if it was upcast.
+      promoted: the float32 operand for which JAX promoted a 16-bit one; None if it was upcast.
       by_policy: whether autocast upcast it, rather than the author.
     """
 
     source: str
     path: str
     what: str
-    promoted: str = ""
+    promoted: ValueName | None = None
     by_policy: bool = False
 
 
@@ -102,7 +121,7 @@ class Known(NamedTuple):
     scaled: bool = False
     degree: Degree = None
     origin: Any = None
-    name: str = "a value"
+    name: ValueName = ValueName("a value")
 
     @property
     def cause(self) -> Cause | None:
@@ -129,7 +148,6 @@ class Observed(NamedTuple):
 # Primitives that return their first operand, or a part of it, in some dtype and layout.
 _SAME = {"convert_element_type", "name", "stop_gradient", *CROSSING, *IN_PARTS}
 _SAME -= {"concatenate", "gather", "split"}
-ARRAY = "the constant array "
 NOTHING = Known()
 Visit = Callable[[Observed], None]
 
@@ -139,13 +157,13 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
 
     Args:
       jaxpr: the closed jaxpr of a program.
-      labels: the names of its operands in messages.
+      labels: the arguments that its operands are, in messages.
       scales: whether each operand is the scale of a loss.
       visit: called in program order; once for the body of a scan.
     """
     known = [
-        Known(scaled=scale, degree=int(scale), name=name)
-        for name, scale in zip(labels, scales, strict=True)
+        Known(scaled=scale, degree=int(scale), name=ValueName(label, ValueKind.ARGUMENT))
+        for label, scale in zip(labels, scales, strict=True)
     ]
     _run(jaxpr, known, AuditPlace(), visit)
 
@@ -162,7 +180,7 @@ def _run(jaxpr: Any, ins: Sequence[Known], around: AuditPlace, visit: Visit | No
     def read(atom: Any) -> Known:
         if isinstance(atom, jex_core.Literal):
             degree = degree_of_literal(atom.val)
-            return Known(fixed=True, degree=degree, name=f"the constant {atom.val}")
+            return Known(fixed=True, degree=degree, name=ValueName(f"the constant {atom.val}"))
         found = env.get(atom, NOTHING)
         if found.cast is None or len(readers[atom]) + opened.outvars.count(atom) <= 1:
             return found
@@ -220,9 +238,11 @@ def _inside(
 
 def _constant(var: Any, value: Any) -> Known:
     """Returns the facts about a constant of a program."""
-    what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
     fixed = hasattr(value, "size") and is_basis(value)
-    return Known(fixed=fixed, degree=0, name=f"{what}{short_type(var)}")
+    name = ValueName(f"the constant {short_type(var)}")
+    if getattr(var.aval, "ndim", 0):
+        name = ValueName(f"the constant array {short_type(var)}", ValueKind.ARRAY)
+    return Known(fixed=fixed, degree=0, name=name)
 
 
 def _why(
@@ -299,8 +319,8 @@ def _either(known: Sequence[Known]) -> Known:
     )
 
 
-def _name(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> str:
+def _name(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> ValueName:
     """Returns the name of an equation's results in messages."""
     if len(known) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
         return known[0].name  # only moved
-    return f"the {eqn.primitive.name} at {place.source}"
+    return ValueName(f"the {eqn.primitive.name} at {place.source}")
