@@ -64,6 +64,17 @@ def steps(tx, count=3, grads=GRADS, params=PARAMS):
 # Every optimizer.
 
 
+@eight_bits
+def test_moments_that_the_optimizer_keeps_in_16_bits_are_stored(dtype):
+    tx = store_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16), dtype)
+    updates, state = steps(tx)
+    assert {state.inner_state[0].mu["w"].dtype, state.inner_state[0].nu["w"].dtype} == {
+        jnp.dtype(dtype)
+    }
+    want, _ = steps(store_state(ADAM, dtype))
+    assert np.linalg.norm(updates["w"] - want["w"]) < 0.05 * np.linalg.norm(want["w"])
+
+
 @slow_when(lambda name, dtype: name not in BY_DEFAULT or dtype != "int8")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @dtypes
