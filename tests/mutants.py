@@ -121,7 +121,8 @@ def tests_for(mutant: Mutant) -> list[str]:
             return 2
         return 3 if file.name == "test_plan_digests.py" else 4
 
-    files = [x for room in ROOMS for x in sorted((ROOT / "tests" / room).glob("test_*.py"))]
+    folders = (*ROOMS, "_quantize")  # where modules of several rooms meet
+    files = [x for room in folders for x in sorted((ROOT / "tests" / room).glob("test_*.py"))]
     return [str(x.relative_to(ROOT)) for x in sorted(files, key=rank)]
 
 
