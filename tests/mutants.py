@@ -80,8 +80,10 @@ def _in_file(path: Path) -> Iterator[Mutant]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=ast.Name("jnp" | "np"), attr=name) if name in SWAPPED:
+            case ast.Attribute(value=ast.Name("jnp"), attr=name) if name in SWAPPED:
                 yield mutant("dtype", node, f"jnp.{SWAPPED[name]}")
+            case ast.Attribute(value=ast.Name("np"), attr=name) if name in SWAPPED:
+                yield mutant("dtype", node, f'np.dtype("{SWAPPED[name]}").type')
             case ast.Call(func=ast.Attribute(value=value, attr="astype")):
                 yield mutant("cast", node, text(value))
             case ast.Call(func=ast.Attribute(attr="convert_element_type"), args=[first, *_]):
