@@ -310,7 +310,7 @@ def _cost(rows: Sequence[Row]) -> tuple[bool, int, int]:
 
 def _places(rows: list[Row]) -> str:
     """Describes where the first of some rows is, and how many more there are."""
-    first = f"{rows[0].op} at {rows[0].where}"
+    first = f"{rows[0].op} at {rows[0].where}" if rows[0].where else rows[0].op
     return first + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -374,7 +375,9 @@ def test_explain_says_that_it_is_of_no_effect():
     fn = jax.checkpoint(layers)
     found = explain(fn, AGAIN_POLICY)(W, X)
     assert "recompute: of no effect" in found.summary()
-    assert Residual.OWN_CHECKPOINT in found.summary()
+    assert re.search(rf"  not rematerialized: \w+: {Residual.OWN_CHECKPOINT}$", found.summary())
+    twice = explain(lambda w, x: fn(w, x) + fn(w, 2 * x), AGAIN_POLICY)(W, X).summary()
+    assert re.search(r"  not rematerialized: \w+ at \S+ and 1 more: ", twice)
 
 
 def test_explain_says_that_a_program_is_differentiated_within():

@@ -106,6 +106,14 @@ def test_a_weakly_typed_float64_gradient_is_no_overflow():
         assert not tx.update(grads * np.inf, state, 1.0)[1].finite
 
 
+def test_a_gradient_that_is_a_python_number_is_skipped_as_well():
+    tx = dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0)
+    for bad in (np.nan, np.inf):
+        updates, state = tx.update({"w": float(bad)}, tx.init({"w": 1.0}), {"w": 1.0})
+        assert not state.finite
+        assert updates == {"w": 0}
+
+
 # `init`.
 
 
