@@ -31,7 +31,7 @@ def word_at_chip(text: str, word: str) -> str | None:
 
 
 def chip_in(words: str) -> str:
-    """Returns the chip that ``WORD@CHIP`` names; empty for that of the default device.
+    """Returns the chip that ``WORD@CHIP`` names; empty for the default device's.
 
     Example:
       >>> chip_in("auto@tpu-v5e"), chip_in("auto")

@@ -149,7 +149,7 @@ class _Options(NamedTuple):
 
     Attributes:
       label_smoothing: As it was given, and `soft_cap`.
-      vocab: The size of the vocabulary, and `local`, that of this device's part of it.
+      vocab: The size of the vocabulary, and `local`, the size of this device's part.
       chunks: The number of chunks, and `pieces`, the number of pieces of each.
       operands: The dtype that the products multiply.
       sums: The dtype of logits, and of all else.

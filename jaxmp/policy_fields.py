@@ -120,7 +120,7 @@ def _read_attention(attention: Any, what: str) -> str | None:
     except ValueError as error:
         raise ValueError(f"{what}: {error}.") from None
     if read is None:
-        raise ValueError(f"{what} is {FUSED!r} or '{FUSED}@CHIP', or left out; got {attention!r}.")
+        raise ValueError(f"{what} is {FUSED!r} or '{FUSED}@CHIP', or absent; got {attention!r}.")
     return read
 
 

@@ -14,7 +14,7 @@ def test_precision(precision_lock):
     precision_lock(step, "train_step.lock")(*args)
 ```
 
-``pytest --update-precision-locks`` writes the files, beside those of the tests.
+``pytest --update-precision-locks`` writes the files next to the tests.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Rounding:
         elif forward and dtype not in forward and dtype_of(var) in FLOATS:
             before, line = next(iter(forward.items()))
             what = f"{before} in the forward pass, recomputed in {dtype} in the backward pass"
-            return INCONSISTENT, line, f"{what}: the gradient is not that of the loss"
+            return INCONSISTENT, line, f"{what}: the gradient is not the loss's"
         low = dtype_of(var) in LOW and not operation.backward and not seen.out.narrowed
         if not low or not self.only_in_a_loss(var):
             return None

@@ -117,7 +117,7 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
         infinite = lax.eq(lax.abs(x), x.dtype.type(np.inf))
         return lax.select(infinite, x, lax.clamp(-limit, x, limit))
 
-    # Straight-through: its derivative is that of a conversion.
+    # Straight-through: its derivative is a conversion.
     saturate.defjvps(lambda tangent, _out, _x: tangent)
 
     @jax.named_scope(CAST)

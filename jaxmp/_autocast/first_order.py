@@ -206,7 +206,7 @@ def _own(facts: Facts) -> Decision:
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
-    """Returns the provenance of a sensitive op's result; None if it is that of its operands."""
+    """Returns the provenance of a sensitive op's result; None if it is its operands'."""
     if name in CUMULATIVE:
         return DATA
     if name in WAVES:

@@ -23,7 +23,7 @@ from jaxmp._jaxprs import compat
 
 
 def follow(facts: Facts, *, exponential: bool = False) -> Decision:
-    """Decides an elementwise op; `exponential` if it is that of a softmax that may run low."""
+    """Decides an elementwise op; `exponential`: one of a softmax that may run low."""
     eqn, rules = facts.eqn, facts.rules
     mine = [v for v in facts.used if v is not None]
     low = [v for v in mine if v.dtype is not None]

@@ -169,7 +169,7 @@ class Frame:
 
     @functools.cached_property
     def forward(self) -> Demand:
-        """The demand without that of a backward pass, if one is part of the jaxpr."""
+        """The demand without the one of a backward pass, if the jaxpr has one."""
         if not any(map(is_backward, self.jaxpr.eqns)):
             return self.demand
         eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]

@@ -227,7 +227,7 @@ def on_mesh_of(value: Any) -> AbstractContextManager[Any]:
 
 
 def has_effects(eqn: jex_core.JaxprEqn) -> bool:
-    """Returns whether an equation has effects beside its results."""
+    """Returns whether an equation has side effects."""
     return bool(eqn.effects)
 
 

@@ -196,7 +196,7 @@ def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
 
 
 def kind(eqn: jex_core.JaxprEqn) -> str:
-    """Returns the primitive's name; for a next-generation equation, that of its predecessor."""
+    """Returns the primitive's name; for a next-generation equation, its predecessor's."""
     held = _held(eqn)
     name = _NEXT.get(type(held).__name__) if held is not None else None
     if name is None or (name in CALLS and not _one_to_one(eqn, held)):

@@ -1,4 +1,4 @@
-"""Dataflow analyses of jaxprs and their inner jaxprs: forward from operands, backward from results.
+"""Dataflow analysis of jaxprs and their inner jaxprs: forward from operands, backward from results.
 
 An analysis is a lattice: facts about values, a join of two facts, and a transfer function for one
 equation. Where an equation has inner jaxprs, the analysis goes through them: the facts of branches

@@ -71,7 +71,7 @@ def mapped(jaxpr: Any, axes: tuple[int | None, ...]) -> Any:
 
 
 def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
-    """Returns the aval of a primitive's result: that of its parameter `jaxpr`, which it runs."""
+    """Returns the aval of a primitive's result: its parameter `jaxpr`'s, which it runs."""
     [out] = compat.closed(jaxpr).jaxpr.outvars
     return out.aval
 

@@ -104,7 +104,7 @@ def _contraction(
         operands, terms = primals[1 : 1 + count], []
         for i, tangent in enumerate(tangents[1:]):
             if isinstance(tangent, SymbolicZero) or i in sides or i == without:
-                continue  # a copy's tangent is that of its parameter
+                continue  # a copy's tangent is its parameter's
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
             terms.append(multiply(given) if i < count else by(i - count).bind(given))
@@ -254,7 +254,7 @@ class _ParameterProduct:
 
 @compat.cached_trace
 def _forward(product: _ParameterProduct) -> Any:
-    """Returns a closed jaxpr of the primitive, which is also its inner jaxpr to analyses."""
+    """Returns a closed jaxpr of the primitive, which is also its inner jaxpr for dataflow."""
     return lambda *operands: product.narrow(operands)
 
 

@@ -67,7 +67,7 @@ class LockComparison:
 
 
 def compare(path: str, was: Lock, now: Lock) -> LockComparison:
-    """Compares the lock in the file `path` with that of the program."""
+    """Compares the lock in the file `path` with the program's."""
     found = []
     for what, a, b in (
         ("policy", was.policy or "as written", now.policy or "as written"),

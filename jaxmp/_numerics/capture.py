@@ -285,7 +285,7 @@ def capture(
         Other sites are only checked for non-finite values.
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
         to measure their rounding errors.
-      limit: the bytes that the program may return besides its results. If values are large, a
+      limit: the bytes that the program may return along with its results. If values are large, a
         higher limit compiles faster.
       progress: called with a line on how much is measured, before the program is compiled and run.
 

@@ -71,7 +71,7 @@ class NumericsReport(Readings):
 
     Attributes:
       run: the measured run under the policy.
-      wide: that of the same operations in float32.
+      wide: the record of the same operations in float32.
     """
 
     run: Capture

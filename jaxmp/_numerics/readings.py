@@ -16,7 +16,7 @@ class Readings(abc.ABC):
 
     @abc.abstractmethod
     def runs(self) -> tuple[Record, ...]:
-        """Returns the run, and that of the same operations in float32, if it was measured."""
+        """Returns the run, and the run of the same operations in float32, if measured."""
 
     def fault_lines(self) -> tuple[str, ...]:
         """Returns a line for each fault that made results non-finite; none if not diagnosed."""

@@ -76,7 +76,7 @@ class Costs:
 
 
 def _share(chip: Chip, how: ProductFormat, fmt: Format, product: TunedProduct) -> float:
-    """Returns the time of a product on a chip over that of the same product in 16 bits."""
+    """Returns the time of a product on a chip over its time in 16 bits."""
     if how.recipe is None or not fmt.scaled:
         if fmt.name in chip.tflops:
             return chip.share(fmt.name)

@@ -161,7 +161,7 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
 
 
 def policy_for(policies: PolicyMap, path: Path) -> Policy:
-    """Returns the policy of a module: that of the innermost module around it that a key matches."""
+    """Returns the policy of a module, from the innermost module around it that a key matches."""
     for i in range(len(path), -1, -1):
         policy = policies.policy_at(path[:i])
         if policy is not None:

@@ -95,7 +95,7 @@ class Scorer:
         return jax.jit(self._sums)
 
     def _sums(self, params: Any, batch: Any, key: Any) -> Any:
-        """Returns, for each module and format, the sum of u e, and that of (u e)^2."""
+        """Returns, for each module and format, the sums of u e and of (u e)^2."""
         slots = max(map(len, self._tried.values()))
         taps = jnp.zeros((len(self._tried), slots, 2))
         program = gradients(self.loss.loss, self.loss_scale)

@@ -180,7 +180,7 @@ def train(
             checksums.append(checksum := _checksum(fed))
             if data and checksum != data[i]:
                 raise ValueError(
-                    f"validate: batch {i} of {job} differs from that of the first run of this "
+                    f"validate: batch {i} of {job} differs from the first run's of this "
                     "seed: batches(seed) must return the same batches in the same order each time "
                     "(is a generator, or a random number generator, shared between the runs?)."
                 )
@@ -257,7 +257,7 @@ def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
         return lambda state, parts: step(state, *parts)
     what = "step(state, i)" if isinstance(fed, int) else f"step(state, batch), a batch {_kind(fed)}"
     raise TypeError(
-        f"validate: step is called as {what}; that of {job} takes {wrong}. "
+        f"validate: step is called as {what}; in {job} it takes {wrong}. "
         "batches=lambda seed: ... gives it batches: of a tuple (x, y) each part may be an argument."
     )
 

@@ -18,7 +18,7 @@ PASSES: Final = "passes"
 FAILS: Final = "fails"
 NOISE: Final = "inside noise: proves nothing"
 
-# Student's t, two-sided, 95 %, by degrees of freedom; for others, that of the next lower number.
+# Student's t, two-sided, 95 %, by degrees of freedom; others take the next lower.
 _FEW = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _STUDENT: Final = dict(enumerate(_FEW, 1)) | {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0}
 

@@ -193,7 +193,7 @@ def _attention(call: Instruction, queries: str, times: int) -> Counter[str]:
 def _product(
     instruction: Instruction, target: str, around: dict[str, Instruction], places: HloPlaces
 ) -> Multiplied:
-    """Describes a product; `target` is that of the library call, if it is one."""
+    """Describes a product; `target` is the library call's, if it is one."""
     operands = [type_of(around[o].shape) for o in instruction.operands()[:2] if o in around]
     return Multiplied(
         target or instruction.op,

@@ -149,7 +149,7 @@ class Axis(NamedTuple):
 
 
 def axis_of(args: tuple[Any, ...], argnums: tuple[int, ...], number: int) -> Axis:
-    """Returns the batch axis of some arguments, the leading one; or that of the length, the next.
+    """Returns the batch axis of some arguments, the leading one; or the axis of length, the next.
 
     Arrays without a second axis have no length.
 

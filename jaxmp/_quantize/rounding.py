@@ -85,7 +85,7 @@ def scale_of(amax: Any, largest: float, *, integer: bool) -> Any:
 
     Args:
       amax: float32[…].
-      largest: the largest magnitude of the format, 100 or more, or that of an integer format.
+      largest: the largest magnitude of the format, 100 or more, or any integer format's.
       integer: whether its values are evenly spaced.
 
     Example:

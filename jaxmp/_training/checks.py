@@ -197,7 +197,7 @@ def _reason(inner: Any, grads: Any, state: Any, params: Any) -> str | None:
     want: Any = jax.tree.structure(jax.eval_shape(inner.init, params))
     if (got := jax.tree.structure(state)) != want:
         return (
-            f"the state is another optimizer's: its inner_state is {got}, and that of this one "
+            f"the state is another optimizer's: its inner_state is {got}, this one's "
             f"{want}. Use the state that this optimizer's init made."
         )
     return None

@@ -286,7 +286,7 @@ VALUE_ERRORS = [
      "no floating parameter to perturb"),
     ("batches", lambda seed: [1] * 7, r"batches\(0\) ended after 7 of 40 batches"),
     ("batches", lambda seed: (next(COUNTER) for _ in range(99)),
-     "batch 0 of float32, seed 0, perturbation 1 differs from that of the first run of this seed"),
+     "batch 0 of float32, seed 0, perturbation 1 differs from the first run's of this seed"),
     ("policies", [], "there are no policies"),
     ("policies", "mixed_bflaot16", "mixed_bfloat16"),
     ("policies", ["bf16", "bfloat16"], "'bfloat16' is named twice"),

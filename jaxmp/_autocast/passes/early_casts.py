@@ -2,7 +2,7 @@
 
 `narrow_early`: a value that only contractions read is narrowed before it is transposed, not after.
 The values are the same. But `convert(w).T` is what a hand-written model has, and what compilers
-recognize: its gradient is one transposed product; that of `convert(w.T)` is transposed twice, in
+recognize: its gradient is one transposed product; of `convert(w.T)` it is transposed twice, in
 two dtypes. A transposed copy, where one is made, has half the bytes. And operands of a
 `concatenate` for a contraction are narrowed one by one.
 

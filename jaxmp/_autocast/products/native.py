@@ -18,7 +18,7 @@ from jaxmp.dtypes import default_device
 
 
 def chip_for(word: str = "") -> Chip:
-    """Returns the chip that a policy's word names, as ``auto@gpu-h100``; else that of `traced_for`.
+    """Returns the chip that a policy's word names, as ``auto@gpu-h100``; else `traced_for`'s.
 
     Example:
       >>> from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
