@@ -246,10 +246,10 @@ def test_regions_and_policies_of_float64():
         wide = [a.astype("float64") for a in args]
         fn = weighted(ours, labels)
         assert products(fn, *wide) == {("float64",) * 3}
-        with pytest.warns(UserWarning, match="100% .* is float64"):
+        with pytest.warns(UserWarning, match="100% .* are float64"):
             assert products(jaxmp.autocast(fn, "mixed_bfloat16"), *wide) == {("float64",) * 3}
         # It says of casts that are written what it says of float32 arguments.
-        with pytest.warns(UserWarning, match="100% .* is float32"):
+        with pytest.warns(UserWarning, match="100% .* are float32"):
             assert products(jaxmp.autocast(fn, "p=f64,c=f32,o=f64"), *wide) == {("float32",) * 3}
 
 
