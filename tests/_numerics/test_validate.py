@@ -263,7 +263,7 @@ TYPE_ERRORS = [
     ("make_step", stepping((1, "a")), "has metrics of a str"),
     ("make_step", stepping((1.0, (2.0, 3.0))), "has metrics of a tuple of 2"),
     ("make_step", TAKES_X_AND_Y,
-     r"as step\(state, i\); that of float32, seed 0 takes \(state, x, y\): .*\. batches="),
+     r"as step\(state, i\); in float32, seed 0 it takes \(state, x, y\): .*\. batches="),
     ("make_step", lambda p, s: (*simulated(p, s), lambda state: np.ones(3)),
      r"evaluate.state. must return the loss, one number.*\(3,\)"),
     ("batches", 3, "batches must be a function, batches.seed.; got a 'int'"),
@@ -320,7 +320,7 @@ def test_wrong_uses(error, option, value, message, monkeypatch, tmp_path):
 
 
 def test_a_step_that_does_not_take_its_batches_is_named():
-    said = r"step\(state, batch\), a batch a dict; that of float32, seed 0 takes \(state, x, y\)"
+    said = r"step\(state, batch\), a batch a dict; in float32, seed 0 it takes \(state, x, y\)"
     with pytest.raises(TypeError, match=said):
         validate(TAKES_X_AND_Y, batches=lambda seed: [{"x": 1, "y": 2}] * 40)
 
