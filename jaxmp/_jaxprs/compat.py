@@ -91,6 +91,38 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
     return jaxpr.replace(jaxpr=opened) if hasattr(jaxpr, "jaxpr") else opened
 
 
+def with_changed_equations(
+    jaxpr: Any, change: Callable[[Any], Any], without: Sequence[Any] = ()
+) -> Any:
+    """Returns a jaxpr with other equations at any depth, of the same variables.
+
+    Args:
+      jaxpr: the jaxpr, open or closed.
+      change: from an equation to the one in its place, or to None for none. The jaxprs in the
+        parameters of that one are changed after it.
+      without: equations whose effects the new jaxpr does not have.
+    """
+    effects = frozenset().union(*(eqn.effects for eqn in without))
+
+    def program(jaxpr: Any) -> Any:
+        opened = closed(jaxpr).jaxpr
+        eqns = [inner(new) for eqn in opened.eqns if (new := change(eqn)) is not None]
+        opened = opened.replace(eqns=eqns, effects=opened.effects - effects)
+        return jaxpr.replace(jaxpr=opened) if hasattr(jaxpr, "jaxpr") else opened
+
+    def inner(eqn: Any) -> Any:
+        params = {name: parameter(value) for name, value in eqn.params.items()}
+        return eqn.replace(params=params, effects=eqn.effects - effects)
+
+    def parameter(value: Any) -> Any:
+        if isinstance(value, tuple):  # the branches of a cond, the four jaxprs of a linear solve
+            items = [parameter(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return program(value) if hasattr(value, "eqns") else value
+
+    return program(jaxpr)
+
+
 def dtype_of(atom: Any) -> np.dtype[Any] | None:
     """Returns the dtype of a variable or literal; None if it is not NumPy's (keys, tokens)."""
     dtype = getattr(atom.aval, "dtype", None)

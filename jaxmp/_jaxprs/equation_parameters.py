@@ -195,6 +195,20 @@ def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
     return "preferred_element_type" in eqn.params
 
 
+def for_platform(eqn: jex_core.JaxprEqn, platform: str) -> jex_core.JaxprEqn:
+    """Returns a `jax.lax.platform_dependent` with one platform's branch alone; others as they are.
+
+    As a condition of one branch, it is read, not run.
+    """
+    platforms = eqn.params.get("branches_platforms")
+    if not platforms:
+        return eqn
+    i = next(i for i, names in enumerate(platforms) if names is None or platform in names)
+    one = {"branches": eqn.params["branches"][i : i + 1], "branches_platforms": None}
+    new: jex_core.JaxprEqn = eqn.replace(params=eqn.params | one)
+    return new
+
+
 def exponent(params: Mapping[str, Any]) -> int:
     """Returns the exponent of an ``integer_pow``."""
     return int(params["y"])

@@ -13,9 +13,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# A function of flat arrays, and its arguments.
+Program = tuple[Callable[..., Any], list[Any]]
 # The words before the name of each program that it starts to compile.
 STARTS = "jaxmp compiles "
 
@@ -28,11 +31,12 @@ def main(folder: Path) -> None:
     for name in job["programs"]:
         sys.stdout.write(f"\n{STARTS}{name}\n")
         sys.stdout.flush()
-        try:
-            result = compile_program(folder, name, job, devices)
-        except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the result)
-            result = {"error": f"{type(error).__name__}: {error}"}
-        (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+        compile_program(folder / name, exported_program, job, devices)
+
+
+def lowered_for(job: dict[str, Any]) -> str:
+    """Returns JAX's name of the platform that a job's programs are lowered for."""
+    return "tpu" if job["platform"] == "tpu" else "cuda"
 
 
 def topology_devices(job: dict[str, Any]) -> list[Any]:
@@ -55,48 +59,69 @@ def topology_devices(job: dict[str, Any]) -> list[Any]:
     return list(topologies.get_topology_desc(**options).devices)
 
 
-def compile_program(
-    folder: Path, name: str, job: dict[str, Any], devices: list[Any]
-) -> dict[str, Any]:
-    """Compiles one program; returns the memory and cost that the compiler reports."""
+def exported_program(path: Path, job: dict[str, Any], devices: list[Any]) -> Program:
+    """Reads an exported program, and places its arguments on the devices."""
     import jax  # noqa: PLC0415 (reads the variables that `topology_devices` sets)
     from jax import export  # noqa: PLC0415
 
-    exported = export.deserialize(bytearray((folder / f"{name}.exported").read_bytes()))
-    shardings = argument_shardings(exported, job["mesh"], devices)
-    args = [
+    exported = export.deserialize(bytearray(path.with_suffix(".exported").read_bytes()))
+    shardings: list[Any]
+    if job["mesh"] is None:
+        shardings = [jax.sharding.SingleDeviceSharding(devices[0])] * len(exported.in_avals)
+    else:
+        mesh = target_mesh(job["mesh"], devices)
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        shardings = [sharding or whole for sharding in exported.in_shardings_jax(mesh)]
+    return exported.call, [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    jitted = jax.jit(exported.call, donate_argnums=tuple(job["donated"]))
-    platform = "tpu" if job["platform"] == "tpu" else "cuda"
-    options = {"xla_gpu_enable_triton_gemm": False} if platform == "cuda" else {}
-    compiled = (
-        jitted.trace(*args).lower(lowering_platforms=(platform,)).compile(compiler_options=options)
-    )
-    (folder / f"{name}.hlo").write_text(compiled.as_text(), encoding="utf-8")
-    memory = compiled.memory_analysis()
-    return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "code_bytes": memory.generated_code_size_in_bytes,
-        "aliased_bytes": memory.alias_size_in_bytes,
-        "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
-    }
 
 
-def argument_shardings(exported: Any, mesh: dict[str, Any] | None, devices: list[Any]) -> list[Any]:
-    """Returns the sharding of each argument: as exported, over the job's mesh, or on one device."""
+def target_mesh(mesh: dict[str, Any], devices: list[Any]) -> Any:
+    """Returns the mesh of a job, of the target's devices."""
     import jax  # noqa: PLC0415
 
-    if mesh is None:
-        return [jax.sharding.SingleDeviceSharding(devices[0])] * len(exported.in_avals)
     types = tuple(jax.sharding.AxisType[name] for name in mesh["types"])
     sizes, names = tuple(mesh["axes"].values()), tuple(mesh["axes"])
-    described = jax.make_mesh(sizes, names, axis_types=types, devices=devices)
-    whole = jax.sharding.NamedSharding(described, jax.sharding.PartitionSpec())
-    return [sharding or whole for sharding in exported.in_shardings_jax(described)]
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+
+
+def compile_program(
+    path: Path,
+    read: Callable[[Path, dict[str, Any], list[Any]], Program],
+    job: dict[str, Any],
+    devices: list[Any],
+) -> None:
+    """Compiles a program; leaves ``path.json`` and ``path.hlo``.
+
+    Args:
+      path: the path of the program's files, without an ending.
+      read: from the path, the job and the devices to the program.
+      job: the job.
+      devices: the target's devices.
+    """
+    import jax  # noqa: PLC0415
+
+    platform = lowered_for(job)
+    options = {"xla_gpu_enable_triton_gemm": False} if platform == "cuda" else {}
+    try:
+        run, args = read(path, job, devices)
+        traced = jax.jit(run, donate_argnums=tuple(job["donated"])).trace(*args)
+        compiled = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+        path.with_suffix(".hlo").write_text(compiled.as_text(), encoding="utf-8")
+        memory = compiled.memory_analysis()
+        result = {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "code_bytes": memory.generated_code_size_in_bytes,
+            "aliased_bytes": memory.alias_size_in_bytes,
+            "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
+        }
+    except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the result)
+        result = {"error": f"{type(error).__name__}: {error}"}
+    path.with_suffix(".json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,22 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._audit.place import AuditPlace
-from jaxmp._autocast.flops import contraction_flops
-from jaxmp._flax import is_graph_node
-from jaxmp._jaxprs import dataflow
-from jaxmp._jaxprs.compat import closed
-from jaxmp._jaxprs.equation_parameters import multiplied
-from jaxmp._jaxprs.trace import flatten_call, is_array
-from jaxmp._jaxprs.walk import walk
+from jaxmp._jaxprs.trace import is_array
 from jaxmp._preflight import aot_worker
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Mesh
+from jaxmp._preflight.program import TracedProgram, traced_program
 from jaxmp._preflight.report import Preflight
 from jaxmp._preflight.size_search import sharding_of
-from jaxmp._speed import chip_of
 from jaxmp._speed.target import Target
 from jaxmp.devices import kind_of
 
@@ -66,36 +58,75 @@ def compile_ahead(
       RuntimeError: if the process ends without a result.
     """
     job = _job(target, args, tuple(donate_argnums))
-    job["programs"] = [str(i) for i in range(len(fns))]
     tell = progress or (lambda _: None)
-    requested: list[dict[str, float]] = []
+    platform = aot_worker.lowered_for(job)
+    programs: list[TracedProgram] = []
+    here: list[int] = []
     with tempfile.TemporaryDirectory(prefix="jaxmp-") as name:
         folder = Path(name)
         for i, fn in enumerate(fns):
             tell(f"tracing for {target.name}: {labels[i]} …")
-            with _tracing_for(target, sharded=job["mesh"] is not None):
-                exported, flops = _export(fn, args, target.platform)
-            (folder / f"{i}.exported").write_bytes(exported)
-            requested.append(flops)
+            with _tracing_for(target):
+                programs.append(traced_program(fn, args, platform))
+                try:
+                    exported = _export(programs[i], platform)
+                except ValueError as error:
+                    if job["mesh"] is None:
+                        raise
+                    if target.platform == "tpu":
+                        raise ValueError(
+                            f"preflight: {labels[i]} cannot be compiled for several TPUs that are "
+                            f"not present: {error} Compile the share of one device instead."
+                        ) from error
+                    here.append(i)
+                else:
+                    (folder / f"{i}.exported").write_bytes(exported)
+        job["programs"] = [str(i) for i in range(len(fns)) if i not in here]
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        _run_worker(folder, lambda i: tell(f"compiling for {target.name}: {labels[i]} …"))
+
+        def starts(i: int) -> None:
+            tell(f"compiling for {target.name}: {labels[i]} …")
+
+        if job["programs"]:
+            _run_worker(folder, starts)
+        for i in here:
+            starts(i)
+            _compile_here(folder / str(i), programs[i], job)
         mesh = tuple(job["mesh"]["axes"].items()) if job["mesh"] else ()
         results = [_result(folder, i, mesh) for i in range(len(fns))]
-    return [replace(r, requested=flops) for r, flops in zip(results, requested, strict=True)]
+    return [
+        replace(result, requested=program.flops, callbacks=program.callbacks)
+        for result, program in zip(results, programs, strict=True)
+    ]
 
 
-def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
+def _compile_here(path: Path, program: TracedProgram, job: dict[str, Any]) -> None:
+    """Compiles in this process a program that JAX lowers only if it has devices.
+
+    So are operations that JAX partitions by a Python function, such as attention by cuDNN: it
+    cannot cross to another process.
+    """
+
+    def placed(_: Path, job: dict[str, Any], devices: list[Any]) -> aot_worker.Program:
+        mesh = aot_worker.target_mesh(job["mesh"], devices)
+        specs = [a.sharding.spec if a.sharding else PartitionSpec() for a in program.arguments]
+        return program.run, [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+            for a, spec in zip(program.arguments, specs, strict=True)
+        ]
+
+    aot_worker.compile_program(path, placed, job, aot_worker.topology_devices(job))
+
+
+def _tracing_for(target: Target) -> AbstractContextManager[Any]:
     """Returns a context that tells the trace its target chip, for which `recipes.native` asks.
 
-    It tells nothing if there is a mesh already, or if arguments are sharded and the chip multiplies
-    block-scaled formats: JAX partitions those products with the devices of this machine.
+    It tells nothing if there is a mesh already.
     """
     if jax.sharding.get_abstract_mesh().axis_names:
         return nullcontext()
     kind = kind_of(target.name.partition(":")[0])
     device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=target.platform)
-    if sharded and chip_of(device).multiplies("mx"):
-        return nullcontext()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
     return context
@@ -132,67 +163,18 @@ def _arrays(args: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(args) if is_array(leaf)]
 
 
-def _export(
-    fn: Callable[..., Any], args: tuple[Any, ...], platform: str
-) -> tuple[bytes, dict[str, float]]:
-    """Lowers and serializes the program as a function of flat arrays; also returns its FLOPs.
+def _export(program: TracedProgram, platform: str) -> bytes:
+    """Lowers and serializes a program for a platform.
 
-    The results are those of `fn` and the state that it changes in the NNX modules in its arguments:
-    otherwise an update would be removed as unused, and with it the gradients.
+    Raises:
+      ValueError: if JAX lowers it only with devices that are present.
     """
-
-    def called(*args: Any) -> Any:
-        out = fn(*args)
-        leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
-        return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
-
-    flat, arrays = flatten_call(called, args, {})
-    structs = [
-        jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
-        for x in arrays
-    ]
-    lowered = "tpu" if platform == "tpu" else "cuda"
-    traced = jax.jit(flat).trace(*structs)
-    kept = _distinct(traced.jaxpr, len(jax.tree.leaves(traced.out_info[0])))
-    run = jaxpr_as_fun(traced.jaxpr)
-    jitted = jax.jit(lambda *arrays: [out for out, k in zip(run(*arrays), kept, strict=True) if k])
-    text = jitted.trace(*structs).lower(lowering_platforms=(lowered,)).as_text()
+    lowering = program.run.trace(*program.arguments).lower(lowering_platforms=(platform,))
     # Kernels of libraries are custom calls, which export refuses unless they are named.
-    calls = set(_CUSTOM_CALL.findall(text))
+    calls = set(_CUSTOM_CALL.findall(lowering.as_text()))
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in calls]
-    exported = jax.export.export(jitted, platforms=[lowered], disabled_checks=checks)(*structs)
-    return bytes(exported.serialize()), _flops(traced.jaxpr)
-
-
-def _flops(jaxpr: Any) -> dict[str, float]:
-    """Returns the FLOPs of matmuls and convolutions by the dtype they multiply, most first."""
-    flops: Counter[str] = Counter()
-    for eqn, place in walk(jaxpr, AuditPlace()):
-        if count := contraction_flops(eqn):
-            flops[multiplied(eqn)] += count * place.times
-    return dict(flops.most_common())
-
-
-def _distinct(jaxpr: Any, own: int) -> list[bool]:
-    """Returns which results to keep: the first `own`; of others, no operands and no repeats."""
-
-    def transfer(eqn: Any, ins: list[int | None]) -> list[int | None]:
-        outs = dataflow.through(eqn, ins, run, lambda a, b: a if a == b else None)
-        return outs or [None] * len(eqn.outvars)
-
-    def run(jaxpr: Any, ins: Any) -> list[int | None]:
-        return dataflow.forward(jaxpr, ins, transfer, None)
-
-    opened = closed(jaxpr).jaxpr
-    same_as = run(jaxpr, range(len(opened.invars)))
-    return [
-        i < own
-        or (
-            atom not in opened.outvars[:i]
-            and (same is None or atom.aval.shape != opened.invars[same].aval.shape)
-        )
-        for i, (atom, same) in enumerate(zip(opened.outvars, same_as, strict=True))
-    ]
+    export = jax.export.export(program.run, platforms=[platform], disabled_checks=checks)
+    return bytes(export(*program.arguments).serialize())
 
 
 def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:

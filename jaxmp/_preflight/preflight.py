@@ -80,6 +80,7 @@ def preflight(
       arguments are arrays or `jax.ShapeDtypeStruct`s. To split the program over the devices of a
       target, give the structs shardings: `jax.sharding.NamedSharding`s over one mesh, real or a
       `jax.sharding.AbstractMesh`, of as many devices as the target has.
+      Callbacks, such as `jax.debug.print`, are not compiled: arrays stand for their results.
 
     Raises:
       ValueError: if the target or a policy is unknown, or `price_per_hour` is negative or not a

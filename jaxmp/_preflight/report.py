@@ -48,6 +48,7 @@ class Preflight:
         once.
       program: the optimized program.
       requested: FLOPs of matmuls and convolutions by dtype, in the program before it was compiled.
+      callbacks: the number of callbacks to Python that are not compiled, by primitive.
       device_count: the number of devices that the program is split over.
       largest: the result of `max_batch`, by "batch", and of `max_length`, by "length".
       warned: the warning about the policy's recipe on the target: that its 8-bit products are
@@ -66,6 +67,7 @@ class Preflight:
     bytes_accessed: float | None = None
     program: HloProgram | None = None
     requested: dict[str, float] = dataclasses.field(default_factory=dict)
+    callbacks: dict[str, int] = dataclasses.field(default_factory=dict)
     device_count: int = 1
     largest: dict[str, Largest] = dataclasses.field(default_factory=dict)
     warned: str = ""
@@ -301,6 +303,9 @@ def _said(report: PreflightReport, result: Preflight) -> Iterator[str]:
             yield f"{dtype} is emulated: {why}its operands are widened first."
     if result.warned:
         yield f"{result.warned}."
+    if result.callbacks:
+        calls = ", ".join(f"{count} {name}" for name, count in result.callbacks.items())
+        yield f"callbacks are not compiled ({calls}): other arrays stand for their results."
     if result.program is None:
         return
     if said := remark_on_collectives(result.program.moved):

@@ -13,6 +13,7 @@ import pytest
 import jaxmp
 from jaxmp._autocast import transform
 from jaxmp._preflight.compile_ahead import _export, _job
+from jaxmp._preflight.program import traced_program
 from jaxmp._speed.target import parse_target
 
 from constructs import BF16, V, W, X, assert_bitwise
@@ -186,7 +187,7 @@ def test_preflight_compiles_what_is_called() -> None:
 
     args = (ONE, np.int32(5), "deep", {"step": ONE, "name": "s"})
     assert _job(target, args, (0, 3))["donated"] == [0, 1]
-    exported = jax.export.deserialize(bytearray(_export(fn, args, "gpu")[0]))
+    exported = jax.export.deserialize(bytearray(_export(traced_program(fn, args, "cuda"), "cuda")))
     assert len(exported.in_avals) == 2
     assert "dot_general" in exported.mlir_module()
 

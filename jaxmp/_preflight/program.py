@@ -1,0 +1,166 @@
+"""Traces a function to the program that is compiled for a target."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from jaxmp._audit.place import AuditPlace, places_inside
+from jaxmp._autocast.flops import contraction_flops
+from jaxmp._flax import is_graph_node
+from jaxmp._jaxprs import dataflow
+from jaxmp._jaxprs.attributes import filled
+from jaxmp._jaxprs.compat import closed, shape_of, trace, with_changed_equations
+from jaxmp._jaxprs.equation_parameters import for_platform, multiplied
+from jaxmp._jaxprs.trace import flatten_call
+from jaxmp._jaxprs.walk import equations
+from jaxmp._preflight.size_search import sharding_of
+
+# Primitives that call Python, which cannot be compiled where the device is not present.
+_CALLBACKS = frozenset(
+    {"debug_callback", "debug_print", "inspect_sharding", "io_callback", "pure_callback"}
+)
+
+
+class TracedProgram(NamedTuple):
+    """A function as it is compiled.
+
+    Attributes:
+      run: the jitted function, of flat arrays.
+      arguments: its arguments, as shapes.
+      flops: the FLOPs of matmuls and convolutions by the dtype that they multiply, most first.
+      callbacks: the number of callbacks to Python that were left out, by primitive.
+    """
+
+    run: Any
+    arguments: list[jax.ShapeDtypeStruct]
+    flops: dict[str, float]
+    callbacks: dict[str, int]
+
+
+def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> TracedProgram:
+    """Traces a function of any pytrees, to be lowered for a platform.
+
+    The results are those of `fn` and the state that it changes in the NNX modules in its arguments:
+    otherwise an update would be removed as unused, and with it the gradients.
+    """
+
+    def called(*args: Any) -> Any:
+        out = fn(*args)
+        leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
+        return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
+
+    flat, arrays = flatten_call(called, args, {})
+    structs = [
+        jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
+        for x in arrays
+    ]
+    traced = jax.jit(flat).trace(*structs)
+    kept = _distinct(traced.jaxpr, len(jax.tree.leaves(traced.out_info[0])))
+    jaxpr, callbacks = without_callbacks(traced.jaxpr)
+    run = jaxpr_as_fun(jaxpr)
+    jitted = jax.jit(lambda *arrays: [out for out, k in zip(run(*arrays), kept, strict=True) if k])
+    return TracedProgram(jitted, structs, _flops(traced.jaxpr, platform), callbacks)
+
+
+def without_callbacks(jaxpr: Any) -> tuple[Any, dict[str, int]]:
+    """Replaces the callbacks in a closed jaxpr; also returns how many there were, by primitive.
+
+    Arrays of zeros or ones stand for their results, and depend on the operands, so that these are
+    computed. A callback without results is left out, and with it what nothing else reads.
+
+    Example:
+      >>> import jax
+      >>> jaxpr = jax.make_jaxpr(lambda x: (jax.debug.print("{}", x), x * 2)[1])(1.0)
+      >>> jaxpr, callbacks = without_callbacks(jaxpr)
+      >>> [eqn.primitive.name for eqn in jaxpr.eqns], callbacks
+      (['mul'], {'debug_print': 1})
+    """
+    found = [eqn for eqn in equations(closed(jaxpr).jaxpr.eqns) if _calls_python(eqn)]
+    if not found:
+        return jaxpr, {}
+
+    def change(eqn: Any) -> Any:
+        if not _calls_python(eqn):
+            return eqn
+        return _stand_in(eqn) if eqn.outvars else None
+
+    replaced = with_changed_equations(jaxpr, change, without=found)
+    return replaced, dict(Counter(eqn.primitive.name for eqn in found))
+
+
+def _calls_python(eqn: Any) -> bool:
+    return eqn.primitive.name in _CALLBACKS
+
+
+def _stand_in(eqn: Any) -> Any:
+    """Returns an equation whose results have the types of a callback's, and need its operands."""
+    avals = [var.aval for var in eqn.outvars]
+
+    @jax.jit
+    def stand_in(*operands: Any) -> Any:
+        # Behind a barrier: of what is only compared, the compiler would compute less.
+        held = jax.lax.optimization_barrier(operands)
+        nonzero = sum(jnp.any(x != 0) for x in held) > 0
+        return [jnp.where(nonzero, filled(aval, 1), filled(aval, 0)) for aval in avals]
+
+    def called(*operands: Any) -> Any:
+        return stand_in(*operands)
+
+    [call] = trace(called, [atom.aval for atom in eqn.invars]).eqns
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
+
+
+def _flops(jaxpr: Any, platform: str) -> dict[str, float]:
+    """Returns the FLOPs of matmuls and convolutions by the dtype they multiply, most first.
+
+    Of `jax.lax.platform_dependent`, those of the platform's branch.
+    """
+    one = with_changed_equations(jaxpr, lambda eqn: for_platform(eqn, platform))
+    flops: Counter[str] = Counter()
+    for eqn, place in _places(one, AuditPlace()):
+        if eqn.primitive.name == "scaled_matmul_wrapper":  # of blocks: [batch, rows, summed]
+            count = 2 * math.prod(shape_of(eqn.outvars[0])) * shape_of(eqn.invars[0])[-1]
+        else:
+            count = contraction_flops(eqn)
+        if count:
+            flops[multiplied(eqn)] += count * place.times
+    return dict(flops.most_common())
+
+
+def _places(jaxpr: Any, around: AuditPlace) -> Iterator[tuple[Any, AuditPlace]]:
+    """Yields each equation that running a jaxpr runs, at any depth but in kernels of Pallas."""
+    for eqn in closed(jaxpr).jaxpr.eqns:
+        place = around.at(eqn)
+        yield eqn, place
+        if eqn.primitive.name != "pallas_call":
+            for inner, there in places_inside(eqn, place):
+                yield from _places(inner, there)
+
+
+def _distinct(jaxpr: Any, own: int) -> list[bool]:
+    """Returns which results to keep: the first `own`; of others, no operands and no repeats."""
+
+    def transfer(eqn: Any, ins: list[int | None]) -> list[int | None]:
+        outs = dataflow.through(eqn, ins, run, lambda a, b: a if a == b else None)
+        return outs or [None] * len(eqn.outvars)
+
+    def run(jaxpr: Any, ins: Any) -> list[int | None]:
+        return dataflow.forward(jaxpr, ins, transfer, None)
+
+    opened = closed(jaxpr).jaxpr
+    same_as = run(jaxpr, range(len(opened.invars)))
+    return [
+        i < own
+        or (
+            atom not in opened.outvars[:i]
+            and (same is None or atom.aval.shape != opened.invars[same].aval.shape)
+        )
+        for i, (atom, same) in enumerate(zip(opened.outvars, same_as, strict=True))
+    ]
