@@ -26,6 +26,18 @@ OF_LAYER = re.compile(r"((?<=[_/])\d+|(?<=\]\[)\d+)")
 _LABEL, _HEADING = 25, 14
 
 
+class Report:
+    """A report, which a notebook shows as its text.
+
+    The fields of a dataclass, which `repr` would show otherwise, may fill thousands of lines.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def merged(
     rows: Iterable[T],
     key: Callable[[T], Hashable],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -240,6 +241,18 @@ def test_explain_fits_under_policies_with_more_to_say_and_of_some_rows() -> None
     for name in LOSSES:
         for only in ("matmul", "float32"):
             check_screen(str(explained(name, only=only)))
+
+
+def test_a_notebook_shows_the_text_of_a_report() -> None:
+    assert repr(explained("lm", MIXED)) == str(explained("lm", MIXED))
+    reports = [cls for cls in subclasses(_screen.Report) if not inspect.isabstract(cls)]
+    names = {cls.__name__ for cls in reports}
+    assert {"Capture", "NumericsReport", "PreflightReport", "Tuned", "Comparison"} <= names
+    assert {cls.__repr__ for cls in reports} == {_screen.Report.__repr__}
+
+
+def subclasses(cls: type) -> list[type]:
+    return [each for sub in cls.__subclasses__() for each in (sub, *subclasses(sub))]
 
 
 def test_many_faults_fit_a_screen_the_gravest_first() -> None:

@@ -68,8 +68,8 @@ class Operation:
         return "*".join(sorted(set(self.in_dtypes[:2])))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrecisionReport:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class PrecisionReport(_screen.Report):
     """The report of `jaxmp.audit`. Print it.
 
     Attributes:

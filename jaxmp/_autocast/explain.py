@@ -64,6 +64,7 @@ def explain(
 
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module.
+      TypeError: if `only` is no string.
       ValueError: if the policy is malformed; at a call, if `only` is the path of no module.
 
     Example:
@@ -77,6 +78,8 @@ def explain(
     asked = single_policy("explain", policy)
     check_callable("explain", fn)
     read_argnums("explain", argnums)
+    if not isinstance(only, str | None):
+        raise TypeError(f"explain: only must be a string such as 'matmul'; got {only!r}.")
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         plan, arrays, parameters = planned(fn, asked, argnums, args, kwargs)

@@ -76,8 +76,8 @@ class Row:
         return f"{self.source} {self.path}".strip()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Explanation(_screen.Report):
     """The effect of a policy on a program. Print it: similar rows are one, the costliest first.
 
     Attributes:
@@ -91,9 +91,7 @@ class Explanation:
     policy: str
     differentiated: bool = False
     overruled: str = ""
-    _saved: Callable[[], dict[str, int]] = dataclasses.field(
-        default=dict, compare=False, repr=False
-    )
+    _saved: Callable[[], dict[str, int]] = dataclasses.field(default=dict, compare=False)
 
     @property
     def residual_bytes(self) -> dict[str, int]:

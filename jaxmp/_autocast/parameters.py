@@ -43,8 +43,16 @@ def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
     return parameters
 
 
-def read_argnums(name: str, argnums: Argnums) -> tuple[int, ...]:
-    """Returns `argnums` as a tuple.
+def read_argnums(
+    name: str, argnums: Argnums, option: str = "argnums", held: str = "are parameters"
+) -> tuple[int, ...]:
+    """Returns positions of arguments as a tuple.
+
+    Args:
+      name: the function that is called, for messages.
+      argnums: the positions.
+      option: the name of its option.
+      held: what the arguments there are, or hold.
 
     Raises:
       TypeError: if they are not integers.
@@ -52,8 +60,8 @@ def read_argnums(name: str, argnums: Argnums) -> tuple[int, ...]:
     positions = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(positions, (tuple, list)) or not all(type(i) is int for i in positions):
         raise TypeError(
-            f"{name}: argnums must be an integer or a sequence of integers, as in jax.grad: the "
-            f"positions of the arguments that are parameters; got {argnums!r}."
+            f"{name}: {option} must be an integer or a sequence of integers, as in jax.grad: the "
+            f"positions of the arguments that {held}; got {argnums!r}."
         )
     return tuple(positions)
 

@@ -40,8 +40,8 @@ class Difference(NamedTuple):
     order: float = float("inf")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LockComparison:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class LockComparison(_screen.Report):
     """A program compared with its lock. Print it."""
 
     path: str

@@ -10,23 +10,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._audit.costs import check_sizes
+from jaxmp._autocast.parameters import read_argnums
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.trace import is_array, trace
 
 
-def check_arguments(args: Sequence[Any], argnums: int | Sequence[int]) -> list[int]:
-    """Checks that arguments are arrays; returns the indices of those that are differentiated."""
-    check_sizes("capture", args, {})
+def check_arguments(name: str, args: Sequence[Any], argnums: int | Sequence[int]) -> list[int]:
+    """Checks that arguments are arrays; returns the indices of those that are differentiated.
+
+    Args:
+      name: the tool, for messages.
+      args: the arguments.
+      argnums: the positions of those that are differentiated.
+    """
+    several = read_argnums(name, argnums)
+    check_sizes(name, args, {})
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
-                "capture: runs the program, so its arguments are arrays; args"
+                f"{name}: runs the program, so its arguments are arrays; args"
                 f"{jax.tree_util.keystr(path)} is {leaf}"
             )
-    several = argnums if isinstance(argnums, Sequence) else [argnums]
     for i in several:
         if args and not -len(args) <= i < len(args):
-            raise ValueError(f"capture: argnums={argnums}, but there are {len(args)} arguments")
+            raise ValueError(f"{name}: argnums={argnums}, but there are {len(args)} arguments")
     return [i % len(args) for i in several] if args else []
 
 

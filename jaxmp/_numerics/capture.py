@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,13 +30,14 @@ from jaxmp._numerics.probe import LOW, Probe, read_out
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, all_measured
 from jaxmp._numerics.survey import Site, SurveyedProgram, survey
+from jaxmp._screen import listed, one_a_place
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.opt_state import find_scaler
 from jaxmp.policy import PolicyLike, get_policy, single_policy
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Capture(Record, Readings):
     """A measured run of a program: a `Record` of it, and its results.
 
@@ -46,7 +47,7 @@ class Capture(Record, Readings):
     """
 
     measured_results: Any = None
-    _unmeasured: Callable[[], Any] | None = dataclasses.field(default=None, repr=False)
+    _unmeasured: Callable[[], Any] | None = None
 
     @functools.cached_property
     def results(self) -> Any:
@@ -66,6 +67,18 @@ class Capture(Record, Readings):
     def runs(self) -> tuple[Record, ...]:
         """Returns the run itself."""
         return (self,)
+
+    def __str__(self) -> str:
+        """Returns the operations that made non-finite values, and what was measured."""
+        made = one_a_place(
+            (str(origin.site), f"{origin.site}: made {'NaN' if origin.nan else 'an infinity'}")
+            for origin in self.origins()
+        )
+        lines = listed("not finite", made or ["nothing: every result is finite"])
+        lines += listed("policy", [self.title])
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        lines += listed("measured", [f"{len(self.sites)} sites, {size}; they are in .sites"])
+        return "\n".join(lines)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})
@@ -173,7 +186,9 @@ def prepare(
     fn: Callable[..., Any],
     policy: Any,
     args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
     *,
+    name: str = "capture",
     argnums: int | Sequence[int] = 0,
     grad: bool | None = None,
     loss_scale: float = 1.0,
@@ -182,12 +197,13 @@ def prepare(
     twins: bool = True,
     limit: int = 2**30,
 ) -> Prepared:
-    """Traces the program that `capture` runs; the arguments are explained there."""
-    check_callable("capture", fn)
-    chosen_args = check_arguments(args, argnums)
+    """Traces the program that `capture` runs: its options, and the name of the tool that asks."""
+    chosen_args = check_arguments(name, args, argnums)
     program = on_scoped_copies(fn)
     if policy is not None:
         program = autocast(program, policy, chosen_args)
+    if kwargs:
+        program = functools.partial(program, **kwargs)
     has_aux = returns_aux(program, args)
     if grad is None:
         leaves = filter(is_array, jax.tree.leaves([args[i] for i in chosen_args]))
@@ -195,19 +211,19 @@ def prepare(
         grad = has_aux is not None and floating
     if grad and has_aux is None:
         raise ValueError(
-            "capture: grad=True, but the function returns neither a floating-point scalar nor a "
+            f"{name}: grad=True, but the function returns neither a floating-point scalar nor a "
             "pair (loss, aux) with one"
         )
     if grad:
         scaler = optax.identity()
         if loss_scale != 1:
             scaler = static_loss_scale(scaler, loss_scale)
-        state = find_scaler("capture", scaler.init(jnp.zeros(())))
+        state = find_scaler(name, scaler.init(jnp.zeros(())))
         program = _seeded(program, has_aux=bool(has_aux))
-        program = scaled_value_and_grad("capture", program, state, argnums, bool(has_aux))
+        program = scaled_value_and_grad(name, program, state, argnums, bool(has_aux))
     elif loss_scale != 1:
         raise ValueError(
-            f"capture: loss_scale={loss_scale} scales a loss, but the function is not "
+            f"{name}: loss_scale={loss_scale} scales a loss, but the function is not "
             "differentiated: it does not return one number, or grad=False was given"
         )
     traced = trace(program, args, {})
@@ -216,14 +232,14 @@ def prepare(
     found = survey(traced.jaxpr, labels, weights)
     if not found.sites:
         raise ValueError(
-            "capture: there is nothing to measure: the function computes no floating-point "
+            f"{name}: there is nothing to measure: the function computes no floating-point "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
     chosen = frozenset(name for name, site in found.sites.items() if site.is_in(sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
-            f"capture: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
+            f"{name}: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
         )
     said = _said(policy, found)
     return Prepared(said, found, traced, chosen, float(loss_scale), twins, wide, limit)
@@ -312,9 +328,9 @@ def capture(
         single_policy("capture", policy)
     check_callable("capture", fn)
 
-    def captured(*args: Any) -> Capture:
+    def captured(*args: Any, **kwargs: Any) -> Capture:
         prepared = prepare(
-            fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
+            fn, policy, args, kwargs, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
             sites=sites, twins=twins, limit=limit,
         )  # fmt: skip
         return prepared.run(progress)

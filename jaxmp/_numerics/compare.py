@@ -16,7 +16,7 @@ from jaxmp._numerics.matching import matched
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Refs, Site, SurveyedProgram, running_order
-from jaxmp._screen import listed, markdown, one_a_place, plain
+from jaxmp._screen import Report, listed, markdown, one_a_place, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, times the binary logarithm of the number of operations that lead there. Roundings average
@@ -167,8 +167,8 @@ class Pair:
         return abs(a - b) > allowed * max(a, b, self.scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Report):
     """Two runs, site by site. Print it.
 
     Attributes:

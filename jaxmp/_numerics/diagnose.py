@@ -65,7 +65,7 @@ class Fault:
         return f"{self.site.op}{of} ({self.site.dtype}, {direction}{when}) in {place}: {self.why}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NumericsReport(Readings):
     """The report of `diagnose`. Print it.
 
@@ -218,7 +218,8 @@ class NumericsReport(Readings):
             largest = max(gradients, key=lambda m: float(np.max(m.statistics.largest)))
             return f"{said}none: gradients overflow at 1 already: {largest.site}"
         lost = [self._lost(m, self.init_scale) for m in gradients]
-        zeros = np.average([share for share, _ in lost], weights=[m.site.size for m in gradients])
+        sizes = [m.site.size for m in gradients]
+        zeros = np.average([share for share, _ in lost], weights=sizes) if any(sizes) else 0.0
         cost, site = max(
             ((cost, m.site) for (_, cost), m in zip(lost, gradients, strict=True)),
             key=lambda pair: pair[0],
@@ -355,12 +356,13 @@ def diagnose(
     check_callable("diagnose", fn)
 
     @functools.wraps(fn)
-    def diagnosed(*args: Any) -> NumericsReport:
+    def diagnosed(*args: Any, **kwargs: Any) -> NumericsReport:
         if progress is not None:
             progress(f"diagnose: traces the program{'' if policy is None else f' under {policy}'}")
         prepared = prepare(
-            fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
-        )
+            fn, policy, args, kwargs, name="diagnose",
+            argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites,
+        )  # fmt: skip
         run = prepared.run(progress)
         if progress is not None:
             progress("diagnose: the same operations in float32")

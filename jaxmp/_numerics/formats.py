@@ -64,7 +64,15 @@ class Score:
 
 
 def score(of: Statistics, form: ScaledFormat) -> Score:
-    """Scores a format from the statistics of an array, over all iterations."""
+    """Scores a format from the statistics of an array, over all iterations.
+
+    Raises:
+      TypeError: if `of` is not the statistics of a site, as `capture(...).sites` holds.
+    """
+    if not isinstance(of, Statistics):
+        raise TypeError(
+            f"score: of must be a site's statistics, capture(…).sites[name].statistics; got {of!r}"
+        )
     of, fmt = of.joined(), form.format
     if form.scaled in ("", "tensor"):
         counts = np.float64(of.octaves)

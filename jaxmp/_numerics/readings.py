@@ -9,9 +9,10 @@ from pathlib import Path
 from jaxmp._numerics.compare import Comparison, compare
 from jaxmp._numerics.plots import KINDS, plot_exponents, plot_underflow
 from jaxmp._numerics.record import Record
+from jaxmp._screen import Report
 
 
-class Readings(abc.ABC):
+class Readings(Report, abc.ABC):
     """A measured run: of this process, or loaded."""
 
     @abc.abstractmethod

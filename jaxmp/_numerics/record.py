@@ -36,7 +36,7 @@ def all_measured(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Record:
     """A measured run of a program.
 

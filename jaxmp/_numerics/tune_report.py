@@ -10,11 +10,13 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxmp._numerics.plots import plot_tuned
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, Places, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
-from jaxmp._screen import OF_LAYER, listed, merged, one_a_place, table, tail
+from jaxmp._screen import OF_LAYER, Report, listed, merged, one_a_place, table, tail
 from jaxmp.policy import Policy, PolicyMap
 
 
@@ -88,8 +90,8 @@ class Scored:
     measured: dict[int, Verified] = dataclasses.field(default_factory=dict)  # by index, so far
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuned:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tuned(Report):
     """A policy for each module of a model, found by `tune`. Print it.
 
     Attributes:
@@ -97,8 +99,8 @@ class Tuned:
     """
 
     budget: float
-    _scored: Scored = dataclasses.field(repr=False)
-    _index: int = dataclasses.field(repr=False)  # of an assignment of the front
+    _scored: Scored
+    _index: int  # of an assignment of the front
 
     @property
     def verified(self) -> Verified:
@@ -298,10 +300,10 @@ class Tuned:
         return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
 
 
-def check_budget(budget: float) -> None:
+def check_budget(budget: Any) -> None:
     """Raises unless a budget is 0 or more."""
-    if not budget >= 0:
-        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+    if not isinstance(budget, (int, float, np.floating)) or not budget >= 0:
+        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget!r}")
 
 
 _ROWS, _NAME = 20, 44  # of the printed table: rows, and the length of a name

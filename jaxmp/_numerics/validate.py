@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -330,7 +331,11 @@ def _check_function(takes: str, function: Any, *arguments: Any) -> None:
 
 def _count(name: str, number: Any) -> int:
     if not isinstance(number, (int, np.integer)) or number < 1:
-        raise ValueError(f"validate: {name} must be a number from 1 on; got {number!r}.")
+        shown = " ".join(reprlib.repr(number).split())
+        raise ValueError(
+            f"validate: {name} must be a number from 1 on; got {shown}. The call is "
+            "validate(make_step, policy)(steps, batches)."
+        )
     return int(number)
 
 

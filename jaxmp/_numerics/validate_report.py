@@ -10,11 +10,11 @@ from typing import Any
 from jaxmp._numerics.plots import plot_runs
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
-from jaxmp._screen import markdown, plain, table, wrapped
+from jaxmp._screen import Report, markdown, plain, table, wrapped
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ValidationReport:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ValidationReport(Report):
     """The report of `jaxmp.validate`, policy by policy. Print it.
 
     Attributes:

@@ -13,7 +13,7 @@ from scipy import special  # type: ignore[import-untyped]
 from jaxmp._parity.layers import LayerValue
 from jaxmp._parity.rounding import RUNS
 from jaxmp._parity.runs import OUTPUT, Spread, wide
-from jaxmp._screen import counted, listed, table, tail
+from jaxmp._screen import Report, counted, listed, table, tail
 
 # The probability, under the model, that rounding alone drives a layer beyond its bound.
 _CHANCE = 1e-4
@@ -66,8 +66,8 @@ class ParityRow:
         return self.difference / self.bound
 
 
-@dataclasses.dataclass(frozen=True)
-class Parity:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Parity(Report):
     """A comparison of two programs. Print it; it is true if rounding explains every difference.
 
     Attributes:

@@ -108,7 +108,8 @@ def preflight(
     check_callable("preflight", fn)
     params = read_argnums("preflight", argnums)
     _check_price(price_per_hour)
-    donated, batch = _indices(donate_argnums), _indices(batch_argnums)
+    donated = read_argnums("preflight", donate_argnums, "donate_argnums", "are donated")
+    batch = read_argnums("preflight", batch_argnums, "batch_argnums", "hold the batch")
 
     def preflighted(*args: Any) -> PreflightReport:
         check_sizes("preflight", args)
@@ -181,10 +182,6 @@ def _check_price(price: Any) -> None:
             f"preflight: price_per_hour must be the price of a chip for an hour, such as 2.5; got "
             f"{price!r}."
         )
-
-
-def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _named(policy: Any, target: Target) -> tuple[str, Policy | None]:

@@ -101,8 +101,8 @@ class Preflight:
         return self.peak_bytes - (self.available_bytes or target.hbm_bytes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreflightReport:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class PreflightReport(_screen.Report):
     """The report of `jaxmp.preflight`, policy by policy. Print it.
 
     Attributes:

@@ -168,8 +168,8 @@ def axis_of(args: tuple[Any, ...], argnums: tuple[int, ...], number: int) -> Axi
         found = ", ".join(sorted(str(np.shape(leaf)) for leaf in leaves)) or "none"
         raise ValueError(
             f"preflight: {option} takes {words} axis of every array of argument "
-            f"{', '.join(map(str, argnums))}, and they must agree; the shapes are {found}. Name "
-            "the arguments that hold the batch with batch_argnums."
+            f"{', '.join(str(i % len(args)) for i in argnums)}, and they must agree; the shapes "
+            f"are {found}. Name the arguments that hold the batch with batch_argnums."
         )
     [(size,)] = sizes
     unit = math.lcm(1, *(_shards(leaf, number) for leaf in long))

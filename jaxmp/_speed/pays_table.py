@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import Any, Final
 
-from jaxmp._screen import table
+from jaxmp._screen import Report, table
 from jaxmp._speed.chip import Chip, chip_named
 from jaxmp._speed.choice import WORTH, fastest_recipe, pays, warning
 from jaxmp._speed.target import parse_target
@@ -39,8 +39,8 @@ class Cell:
         return f"{self.least}+ ({self.ratios[USUAL]:.2f})" if self.least else "-"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PaysTable:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class PaysTable(Report):
     """The layers for which each recipe is estimated faster than 16 bits, on one device. Print it.
 
     Attributes:

@@ -64,6 +64,7 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
     """Reads a target: a chip's name, and after a colon its topology or the number of GPUs.
 
     Raises:
+      TypeError: if it is no string.
       ValueError: if there is no such chip, or the topology cannot be read.
 
     Example:
@@ -71,11 +72,14 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
       >>> target.device_count, target.hbm_bytes // 2**30, target.tflops["bfloat16"]
       (16, 16, 197)
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"{function}: target must be a string such as 'gpu-h100:8'; got {spec!r}.")
     name, _, shape = spec.partition(":")
     chip = chips().get(name)
     if chip is None:
+        near = did_you_mean(name.lower(), chip_names())
         raise ValueError(
-            f"{function}: unknown target {spec!r}{did_you_mean(name, chip_names())}; the chips are "
+            f"{function}: unknown target {spec!r}{near}; the chips are "
             f"{', '.join(chip_names())}, with a topology or a number of GPUs after a colon, as in "
             "'tpu-v5e:4x4' and 'gpu-h100:8'."
         )

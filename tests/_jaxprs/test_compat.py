@@ -735,6 +735,16 @@ def _() -> None:
     assert len(eqn.invars) == 2  # the index comes before the operands
 
 
+@relied_on("platform_dependent: a cond that names platforms", "params[branches_platforms]")
+def _() -> None:
+    fn = partial(lax.platform_dependent, cuda=jnp.sin, default=jnp.cos)
+    eqn = equation("cond", fn, X)
+    assert eqn.params["branches_platforms"] == (("cuda",), None)
+    for platform, op in (("cuda", "sin"), ("tpu", "cos")):
+        [one] = inside(equation_parameters.for_platform(eqn, platform))
+        assert [e.primitive.name for e in compat.closed(one.jaxpr).jaxpr.eqns] == [op]
+
+
 def _scan() -> Any:
     def fn(w: jax.Array, c: jax.Array, xs: jax.Array) -> Any:
         return lax.scan(lambda c, x: ((c[0] + 1, c[1] @ w), x), (0, c), xs)

@@ -284,6 +284,42 @@ def test_what_is_said_and_refused() -> None:
         numerics.capture(jnp.sin, "mixed_bfloat16", loss_scale=8)(X)
     with pytest.raises(TypeError, match="capture: "):
         numerics.capture(3, "mixed_bfloat16")(W, X)  # type: ignore[arg-type]
+    for tool, name in ((numerics.capture, "capture"), (jaxmp.diagnose, "diagnose")):
+        with pytest.raises(ValueError, match=f"{name}: sites="):
+            tool(loss, sites="**/nowhere")(W, X)
+        with pytest.raises(ValueError, match=f"{name}: grad=True"):
+            tool(jnp.sin, grad=True)(X)
+        with pytest.raises(TypeError, match=f"{name}: runs the program, .*args.1. is Shape"):
+            tool(loss)(W, jax.ShapeDtypeStruct(X.shape, X.dtype))
+        with pytest.raises(TypeError, match=f"{name}: argnums must be an integer"):
+            tool(loss, argnums="w")(W, X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="score: of must be a site's statistics"):
+        numerics.score(loss, numerics.formats[0])  # type: ignore[arg-type]
+
+
+def test_arguments_by_keyword() -> None:
+    def named(w: jax.Array, *, x: jax.Array, training: bool) -> jax.Array:
+        return loss(w, x) if training else jnp.zeros(())
+
+    run = numerics.capture(named, "mixed_float16")(W, x=X, training=True)
+    plain = numerics.capture(loss, "mixed_float16")(W, X)
+    for got, want in zip(run.results, plain.results, strict=True):
+        np.testing.assert_array_equal(got, want)
+    [fault] = jaxmp.diagnose(named, "mixed_float16")(W, x=1e6 * X, training=True).faults
+    assert (fault.site.op, fault.kind) == ("convert_element_type", "overflow")
+
+
+def test_an_empty_batch() -> None:
+    report = jaxmp.diagnose(lambda w, x: jnp.sum(x @ w), "mixed_float16")(W, X[:0])
+    assert not report.faults
+    assert "loss scale" in str(report)
+
+
+def test_a_capture_prints_what_is_not_finite() -> None:
+    fine, faulty = (numerics.capture(loss, "mixed_float16")(W, s * X) for s in (1, 1e6))
+    assert str(fine).startswith("not finite    nothing: every result is finite\npolicy  ")
+    assert "convert_element_type (float16, forward)" in str(faulty)
+    assert "made an infinity" in str(faulty)
 
 
 def test_a_glob_measures_less() -> None:

@@ -272,6 +272,7 @@ def test_another_budget_is_not_scored_anew(small, monkeypatch):
         ({"batches": []}, "batches is empty"),
         ({"budget": -1.0}, "budget"),
         ({"budget": float("nan")}, "budget"),
+        ({"budget": "small"}, "budget is what .*; got 'small'"),
         ({"probes": 0}, "probes"),
         ({"loss_fn": lambda p, b: jnp.mean(b[0]) * p["a"][0, 0]}, "no float32 matmul"),
         ({"candidates": ["bfloat17"]}, "bfloat17"),

@@ -294,6 +294,7 @@ VALUE_ERRORS = [
     ("policies", "p=f32,c=f32,o=f32", REFERENCE),
     ("policies", {"float32": 1}, REFERENCE),
     ("steps", 0, "steps must be a number from 1 on; got 0"),
+    ("steps", [np.ones((99, 99))], r"got \[array.{,60}\. The call is .*steps, batches"),
     ("seeds", 0, "seeds must be a number of seeds"),
     ("seeds", [1, 1], "distinct seeds from 0 on"),
     ("seeds", [-1], "from 0 on"),

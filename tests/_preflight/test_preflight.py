@@ -82,9 +82,12 @@ def test_what_is_no_target():
         ("gpu-h100:0", "a number of GPUs"),
         ("tpu-v5e:four", "cannot read the topology 'four'"),
         ("", "unknown target ''"),
+        ("A100", "unknown target 'A100' .did you mean 'gpu-a100'"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_target(spec)
+    with pytest.raises(TypeError, match=r"preflight: target must be a string .*; got None"):
+        jaxmp.preflight(jnp.dot, target=None)
 
 
 def test_devices_at_hand_are_recognized():
@@ -328,6 +331,9 @@ def test_which_arguments_are_donated():
             ValueError, match=r"donate_argnums=\(.*\), but the function has 2 arguments"
         ):
             jaxmp.preflight(jnp.dot, donate_argnums=donated)(shape(8, 8), shape(8, 8))
+    for option in ("donate_argnums", "batch_argnums"):
+        with pytest.raises(TypeError, match=f"preflight: {option} must be an integer"):
+            jaxmp.preflight(jnp.dot, **{option: "x"})
 
 
 def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
