@@ -80,7 +80,8 @@ def compile_ahead(
                         ) from error
                     here.append(i)
                 else:
-                    (folder / f"{i}.exported").write_bytes(exported)
+                    _check_devices(target, job, exported.nr_devices)
+                    (folder / f"{i}.exported").write_bytes(exported.serialize())
         job["programs"] = [str(i) for i in range(len(fns)) if i not in here]
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
 
@@ -163,8 +164,22 @@ def _arrays(args: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(args) if is_array(leaf)]
 
 
-def _export(program: TracedProgram, platform: str) -> bytes:
-    """Lowers and serializes a program for a platform.
+def _check_devices(target: Target, job: dict[str, Any], count: int) -> None:
+    """Checks that a target has the devices of a program; gives the job a mesh if it has none.
+
+    A program with `jax.shard_map` is of several devices, although its arguments may not be sharded.
+    """
+    if count > 1 and count != target.device_count:
+        raise ValueError(
+            f"preflight: the function runs on {count} devices, but {target.name} has "
+            f"{target.device_count}."
+        )
+    if count > 1 and job["mesh"] is None:
+        job["mesh"] = {"axes": {"device": count}, "types": ["Auto"]}
+
+
+def _export(program: TracedProgram, platform: str) -> jax.export.Exported:
+    """Lowers a program for a platform.
 
     Raises:
       ValueError: if JAX lowers it only with devices that are present.
@@ -174,7 +189,7 @@ def _export(program: TracedProgram, platform: str) -> bytes:
     calls = set(_CUSTOM_CALL.findall(lowering.as_text()))
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in calls]
     export = jax.export.export(program.run, platforms=[platform], disabled_checks=checks)
-    return bytes(export(*program.arguments).serialize())
+    return export(*program.arguments)
 
 
 def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:

@@ -187,7 +187,7 @@ def test_preflight_compiles_what_is_called() -> None:
 
     args = (ONE, np.int32(5), "deep", {"step": ONE, "name": "s"})
     assert _job(target, args, (0, 3))["donated"] == [0, 1]
-    exported = jax.export.deserialize(bytearray(_export(traced_program(fn, args, "cuda"), "cuda")))
+    exported = _export(traced_program(fn, args, "cuda"), "cuda")
     assert len(exported.in_avals) == 2
     assert "dot_general" in exported.mlir_module()
 

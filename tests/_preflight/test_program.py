@@ -164,3 +164,23 @@ def test_what_is_partitioned_in_python_is_refused_for_several_tpus():
     fn.def_partition(partition=lambda *_: None, sharding_rule="i j -> i j")
     with pytest.raises(ValueError, match="as written cannot be compiled for several TPUs"):
         compile_ahead(parse_target("tpu-v5e:1x2"), [fn], (split(8, 8),), (), ["as written"])
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_shard_map_of_arguments_that_are_not_sharded():
+    def fn(x):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+        mean = jax.shard_map(
+            lambda x: jax.lax.pmean(jnp.mean((x @ x.T) ** 2), "data"),
+            mesh=mesh, in_specs=P("data"), out_specs=P(),
+        )  # fmt: skip
+        return mean(x)
+
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    with pytest.raises(ValueError, match="runs on 4 devices, but gpu-h100:2 has 2"):
+        jaxmp.preflight(fn, target="gpu-h100:2")(x)
+    [result] = jaxmp.preflight(fn, target="gpu-h100:4")(x).policies
+    assert not result.error
+    assert result.device_count == 4
+    assert [collective.kind for collective in result.program.moved] == ["all-reduce"]
