@@ -172,10 +172,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the known name nearest to an unknown one, or nothing.
 
     Example:
-      >>> did_you_mean("b16", ["bf16", "f64"])
-      " (did you mean 'bf16'?)"
+      >>> did_you_mean("b16", ["bf16", "f64"]), did_you_mean("mixed_bf", ["mixed_bfloat16"])
+      (" (did you mean 'bf16'?)", " (did you mean 'mixed_bfloat16'?)")
     """
-    close = difflib.get_close_matches(name, known, n=1)
+    known = list(known)
+    begun = [each for each in known if name and each.startswith(name)]
+    close = begun or difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
