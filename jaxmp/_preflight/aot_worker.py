@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def main(folder: Path) -> None:
     for name in job["programs"]:
         sys.stdout.write(f"\n{STARTS}{name}\n")
         sys.stdout.flush()
-        compile_program(folder / name, exported_program, job, devices)
+        program = partial(exported_program, folder / name, job, devices)
+        compile_program(folder / name, program, job)
 
 
 def lowered_for(job: dict[str, Any]) -> str:
@@ -87,26 +89,14 @@ def target_mesh(mesh: dict[str, Any], devices: list[Any]) -> Any:
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
-def compile_program(
-    path: Path,
-    read: Callable[[Path, dict[str, Any], list[Any]], Program],
-    job: dict[str, Any],
-    devices: list[Any],
-) -> None:
-    """Compiles a program; leaves ``path.json`` and ``path.hlo``.
-
-    Args:
-      path: the path of the program's files, without an ending.
-      read: from the path, the job and the devices to the program.
-      job: the job.
-      devices: the target's devices.
-    """
+def compile_program(path: Path, program: Callable[[], Program], job: dict[str, Any]) -> None:
+    """Compiles what `program` returns; leaves ``path.json``, also of an error, and ``path.hlo``."""
     import jax  # noqa: PLC0415
 
     platform = lowered_for(job)
     options = {"xla_gpu_enable_triton_gemm": False} if platform == "cuda" else {}
     try:
-        run, args = read(path, job, devices)
+        run, args = program()
         traced = jax.jit(run, donate_argnums=tuple(job["donated"])).trace(*args)
         compiled = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
         path.with_suffix(".hlo").write_text(compiled.as_text(), encoding="utf-8")

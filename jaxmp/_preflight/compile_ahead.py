@@ -45,6 +45,8 @@ def compile_ahead(
 ) -> list[Preflight]:
     """Traces and lowers functions of the same arguments here, and compiles them in a new process.
 
+    Those that JAX lowers only if it has devices are compiled here, too.
+
     Args:
       target: the target to compile for.
       fns: the functions.
@@ -68,20 +70,12 @@ def compile_ahead(
             tell(f"tracing for {target.name}: {labels[i]} …")
             with _tracing_for(target):
                 programs.append(traced_program(fn, args, platform))
-                try:
-                    exported = _export(programs[i], platform)
-                except ValueError as error:
-                    if job["mesh"] is None:
-                        raise
-                    if target.platform == "tpu":
-                        raise ValueError(
-                            f"preflight: {labels[i]} cannot be compiled for several TPUs that are "
-                            f"not present: {error} Compile the share of one device instead."
-                        ) from error
-                    here.append(i)
-                else:
-                    _check_devices(target, job, exported.nr_devices)
-                    (folder / f"{i}.exported").write_bytes(exported.serialize())
+                exported = _export_for(target, job, programs[i], labels[i])
+            if exported is None:
+                here.append(i)
+            else:
+                _check_devices(target, job, exported.nr_devices)
+                (folder / f"{i}.exported").write_bytes(exported.serialize())
         job["programs"] = [str(i) for i in range(len(fns)) if i not in here]
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
 
@@ -108,15 +102,15 @@ def _compile_here(path: Path, program: TracedProgram, job: dict[str, Any]) -> No
     cannot cross to another process.
     """
 
-    def placed(_: Path, job: dict[str, Any], devices: list[Any]) -> aot_worker.Program:
-        mesh = aot_worker.target_mesh(job["mesh"], devices)
+    def placed() -> aot_worker.Program:
+        mesh = aot_worker.target_mesh(job["mesh"], aot_worker.topology_devices(job))
         specs = [a.sharding.spec if a.sharding else PartitionSpec() for a in program.arguments]
         return program.run, [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
             for a, spec in zip(program.arguments, specs, strict=True)
         ]
 
-    aot_worker.compile_program(path, placed, job, aot_worker.topology_devices(job))
+    aot_worker.compile_program(path, placed, job)
 
 
 def _tracing_for(target: Target) -> AbstractContextManager[Any]:
@@ -162,6 +156,27 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
 
 def _arrays(args: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(args) if is_array(leaf)]
+
+
+def _export_for(
+    target: Target, job: dict[str, Any], program: TracedProgram, label: str
+) -> jax.export.Exported | None:
+    """Exports a program for a target; returns None if this process has to compile it.
+
+    Raises:
+      ValueError: if JAX cannot lower the program, or no process can compile it.
+    """
+    try:
+        return _export(program, aot_worker.lowered_for(job))
+    except ValueError as error:
+        if job["mesh"] is None:
+            raise
+        if target.platform == "tpu":
+            raise ValueError(
+                f"preflight: {label} cannot be compiled for several TPUs that are not present: "
+                f"{error} Compile the share of one device instead."
+            ) from error
+        return None
 
 
 def _check_devices(target: Target, job: dict[str, Any], count: int) -> None:
