@@ -48,7 +48,8 @@ _DTYPE_BY_SCALAR = {np.dtype(dtype).type: dtype for dtype in DTYPE_NAMES}
 # NVIDIA's tensor cores multiply bfloat16 since Ampere (compute capability 8.0); before it XLA
 # converts the operands to float32 first.
 _BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
-# AMD's have v_mfma_*bf16 since gfx908, v_wmma_*bf16 since gfx11 (LLVM, VOP3PInstructions.td).
+# AMD's since gfx908 (CDNA) and gfx11 (RDNA 3): XLA's RocmComputeCapability.has_bf16_dtype_support
+# (xla/stream_executor/rocm/rocm_compute_capability.h).
 _BFLOAT16_AMD = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 
