@@ -104,7 +104,18 @@ class Program:
                 name: Spread(value, 0.0, 1.0, np.zeros(value.shape))
                 for name, value in values.items()
             }
-        runs = (arranged(rounded(jnp.uint32(k), *arrays)) for k in range(RUNS))
+
+        def moving(number: int) -> dict[str, Any]:
+            try:
+                return arranged(rounded(jnp.uint32(number), *arrays))
+            except Exception as error:
+                error.add_note(
+                    f"{self.tool}: this was in a run whose results are rounded up or down at "
+                    "random, to measure what rounding does; in the run before it there was no error"
+                )
+                raise
+
+        runs = map(moving, range(RUNS))
         before = first = next(runs)
         moved: dict[str, list[float]] = {name: [] for name in values}
         ends = {r.name: [first[r.name]] * 2 for r in self.results if r.name in first}

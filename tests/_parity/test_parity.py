@@ -300,6 +300,19 @@ def test_what_is_not_finite_on_both_sides_is_not_compared():
     assert report.first.difference == np.inf
 
 
+def test_a_check_that_fails_when_results_are_rounded_otherwise_says_where():
+    def check(x, y):
+        np.testing.assert_array_equal(y, np.float32(3) * x)
+        return y
+
+    def checked(x):
+        return jax.pure_callback(check, x, x, 3 * x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Arrays are not equal") as raised:
+        jaxmp.parity(checked, checked)(jnp.linspace(0.1, 1, 64))
+    assert "parity: this was in a run whose results are rounded" in raised.value.__notes__[0]
+
+
 def test_integers_and_booleans():
     x = jax.random.normal(jax.random.key(0), (64, 16))
 
