@@ -104,6 +104,7 @@ def with_changed_equations(
     """
     effects = frozenset().union(*(eqn.effects for eqn in without))
 
+    @functools.cache
     def program(jaxpr: Any) -> Any:
         opened = closed(jaxpr).jaxpr
         eqns = [inner(new) for eqn in opened.eqns if (new := change(eqn)) is not None]

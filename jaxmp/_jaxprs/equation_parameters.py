@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
@@ -193,6 +194,22 @@ def precision(eqn: jex_core.JaxprEqn) -> Any:
 def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
     """Returns whether a contraction has a parameter for the dtype it accumulates and returns."""
     return "preferred_element_type" in eqn.params
+
+
+def on_abstract_meshes(eqn: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
+    """Returns an equation whose shardings name the axes of their meshes, but no devices."""
+
+    def without_devices(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(without_devices, value))
+        if not isinstance(value, NamedSharding):
+            return value
+        mesh = value.mesh.abstract_mesh
+        return NamedSharding(mesh, value.spec, memory_kind=value.memory_kind)
+
+    params = {name: without_devices(value) for name, value in eqn.params.items()}
+    new: jex_core.JaxprEqn = eqn.replace(params=params)
+    return new
 
 
 def for_platform(eqn: jex_core.JaxprEqn, platform: str) -> jex_core.JaxprEqn:

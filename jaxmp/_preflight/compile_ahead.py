@@ -168,7 +168,7 @@ def _export_for(
     """
     try:
         return _export(program, aot_worker.lowered_for(job))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         if job["mesh"] is None:
             raise
         if target.platform == "tpu":

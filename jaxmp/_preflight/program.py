@@ -17,7 +17,7 @@ from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.attributes import filled
 from jaxmp._jaxprs.compat import closed, shape_of, trace, with_changed_equations
-from jaxmp._jaxprs.equation_parameters import for_platform, multiplied
+from jaxmp._jaxprs.equation_parameters import for_platform, multiplied, on_abstract_meshes
 from jaxmp._jaxprs.trace import flatten_call
 from jaxmp._jaxprs.walk import equations
 from jaxmp._preflight.size_search import sharding_of
@@ -64,6 +64,7 @@ def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str)
     traced = jax.jit(flat).trace(*structs)
     kept = _distinct(traced.jaxpr, len(jax.tree.leaves(traced.out_info[0])))
     jaxpr, callbacks = without_callbacks(traced.jaxpr)
+    jaxpr = with_changed_equations(jaxpr, on_abstract_meshes)
     run = jaxpr_as_fun(jaxpr)
     jitted = jax.jit(lambda *arrays: [out for out, k in zip(run(*arrays), kept, strict=True) if k])
     return TracedProgram(jitted, structs, _flops(traced.jaxpr, platform), callbacks)

@@ -11,6 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._jaxprs.compat import with_changed_equations
+from jaxmp._jaxprs.equation_parameters import on_abstract_meshes
+from jaxmp._jaxprs.walk import equations
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.program import traced_program, without_callbacks
 from jaxmp._speed.target import parse_target
@@ -102,6 +105,28 @@ def test_of_the_branches_for_platforms_one_counts():
     assert flops == {"cuda": {"float32": 128}, "tpu": {"float32": 256}, "cpu": {}}
 
 
+def test_shardings_name_no_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("data"))
+
+    def fn(x):
+        placed = jax.jit(jnp.sin, in_shardings=sharding, out_shardings=sharding)
+        return jax.lax.scan(lambda x, _: (jax.lax.with_sharding_constraint(x, sharding), None),
+                            placed(x), length=2)[0]  # fmt: skip
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones(4))
+    changed = with_changed_equations(jaxpr, on_abstract_meshes)
+    found = {type(s.mesh) for program in (jaxpr, changed) for s in shardings_in(program)}
+    assert found == {jax.sharding.Mesh, AbstractMesh}
+    assert {type(s.mesh) for s in shardings_in(changed)} == {AbstractMesh}
+    assert len(shardings_in(changed)) == len(shardings_in(jaxpr)) == 3
+
+
+def shardings_in(jaxpr):
+    values = [v for eqn in equations(jaxpr.eqns) for v in jax.tree.leaves([*eqn.params.values()])]
+    return [value for value in values if isinstance(value, NamedSharding)]
+
+
 # Compiled.
 
 
@@ -115,6 +140,9 @@ def test_a_step_that_prints_is_compiled():
 
 
 def attention(w, x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))  # of this machine
+    if x.shape[0] > 4:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
     q, k, v = jnp.einsum("bld,dthe->tblhe", x, w)
     weights = jax.nn.softmax(jnp.einsum("blhe,bmhe->bhlm", q, k) / 8)
     return jnp.mean(jnp.einsum("bhlm,bmhe->blhe", weights, v) ** 2)
