@@ -108,7 +108,7 @@ def _stand_in(eqn: Any) -> Any:
     def stand_in(*operands: Any) -> Any:
         # Behind a barrier: of what is only compared, the compiler would compute less.
         held = jax.lax.optimization_barrier(operands)
-        nonzero = sum(jnp.any(x != 0) for x in held) > 0
+        nonzero = sum(jnp.any(_numbers(x) != 0) for x in held) > 0
         return [jnp.where(nonzero, filled(aval, 1), filled(aval, 0)) for aval in avals]
 
     def called(*operands: Any) -> Any:
@@ -116,6 +116,10 @@ def _stand_in(eqn: Any) -> Any:
 
     [call] = trace(called, [atom.aval for atom in eqn.invars]).eqns
     return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
+
+
+def _numbers(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _flops(jaxpr: Any, platform: str) -> dict[str, float]:

@@ -89,6 +89,15 @@ def test_what_a_callback_reads_is_still_computed():
     assert "dot" in run.lower(jnp.ones((8, 8))).compile().as_text()
 
 
+def test_a_callback_may_read_a_key():
+    def fn(key, x):
+        return x + jax.pure_callback(lambda _: np.float32(1), x, key)
+
+    program = traced_program(fn, (jax.random.key(0), jnp.float32(2)), "cuda")
+    assert program.callbacks == {"pure_callback": 1}
+    np.testing.assert_array_equal(program.run(jax.random.key(1), jnp.float32(2)), [3])
+
+
 def test_a_program_without_callbacks_is_left_alone():
     jaxpr = jax.make_jaxpr(jnp.sin)(1.0)
     assert without_callbacks(jaxpr) == (jaxpr, {})
