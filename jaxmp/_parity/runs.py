@@ -111,7 +111,7 @@ class Program:
             except Exception as error:
                 error.add_note(
                     f"{self.tool}: this was in a run whose results are rounded up or down at "
-                    "random, to measure what rounding does; in the run before it there was no error"
+                    "random, to measure what rounding does; as written, the program ran without it"
                 )
                 raise
 

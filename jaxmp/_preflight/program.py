@@ -35,7 +35,7 @@ class TracedProgram(NamedTuple):
       run: the jitted function, of flat arrays.
       arguments: its arguments, as shapes.
       flops: the FLOPs of matmuls and convolutions by the dtype that they multiply, most first.
-      callbacks: the number of callbacks to Python that were left out, by primitive.
+      callbacks: the number of callbacks to Python that it omits, by primitive.
     """
 
     run: Any
@@ -74,7 +74,7 @@ def without_callbacks(jaxpr: Any) -> tuple[Any, dict[str, int]]:
     """Replaces the callbacks in a closed jaxpr; also returns how many there were, by primitive.
 
     Arrays of zeros or ones stand for their results, and depend on the operands, so that these are
-    computed. A callback without results is left out, and with it what nothing else reads.
+    computed. A callback without results is omitted, and with it what nothing else reads.
 
     Example:
       >>> import jax
