@@ -21,12 +21,14 @@ from flax.nnx.transforms.general import merge_inputs, split_inputs
 __all__ = [
     "AxisMetadata",
     "InterceptorContext",
+    "call_of_methods",
     "is_graph_node",
     "is_managed",
     "is_pytree_node",
     "is_registered",
     "key_counters",
     "lifted_class",
+    "lifted_function",
     "lifted_scopes",
     "merge_inputs",
     "split_inputs",
@@ -37,9 +39,25 @@ Function = Callable[..., Any]
 # Linen.
 
 
+def call_of_methods(cls: Any, wrap: Callable[[type, Function], Function]) -> dict[str, Function]:
+    """Returns the member of a subclass that wraps what Flax calls all managed methods by.
+
+    Args:
+      cls: a class of modules.
+      wrap: takes it and that: a function of a module, and a function, its arguments and keywords.
+    """
+    return {"_call_wrapped_method": wrap(cls, cls._call_wrapped_method)}
+
+
 def lifted_class(transform: Callable[[Function], Function], cls: type, names: Iterable[str]) -> Any:
     """Returns the subclass of a module class whose named methods are lifted, to run on scopes."""
     return transforms.module_class_lift_transform(transform, cls, methods=list(names))
+
+
+def lifted_function(transform: Callable[[Function], Function], fn: Function) -> Function:
+    """Returns a function whose first argument is a bound module, lifted to run on its scopes."""
+    lifted: Function = transforms.decorator_lift_transform(transform, fn)
+    return lifted
 
 
 def lifted_scopes(inner: Function) -> Function:

@@ -68,6 +68,18 @@ def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> 
     return _metaclass(meta)(cls.__name__, (cls,), members, **options)
 
 
+def without_part(cls: Any) -> Any:
+    """Returns the class that a part of a wrapped module is made of; another class as it is."""
+    return cls._jaxmp_made[1] if "_jaxmp_part" in vars(cls) else cls
+
+
+def authors_class(cls: Any) -> Any:
+    """Returns the class that the subclasses made here of it pass for."""
+    while "_jaxmp_made" in vars(cls):
+        cls = cls._jaxmp_made[1]
+    return cls
+
+
 @functools.cache
 def _metaclass(meta: Any) -> Any:
     """Returns a metaclass whose classes pickle as what they were made from, and not by name."""

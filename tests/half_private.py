@@ -28,7 +28,7 @@ _OF_EQUATIONS = """
 """
 _OF_TYPES_AND_ARRAYS = "inner_aval manual_axis_type str_short to_tangent_aval weak_type"
 _OF_THE_NEXT_GENERATION = "fun_name traced traced_fwd"  # which equations keep
-_OF_FLAX = "_pytree__is_pytree method_handler_wrapped rng_counters"
+_OF_FLAX = "_call_wrapped_method _pytree__is_pytree method_handler_wrapped rng_counters"
 ATTRIBUTES = frozenset(
     f"{_OF_EQUATIONS} {_OF_TYPES_AND_ARRAYS} {_OF_THE_NEXT_GENERATION} {_OF_FLAX}".split()
 )

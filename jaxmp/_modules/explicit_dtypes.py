@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp._flax_classes import authors_class
 from jaxmp.policy import Policy, get_policy
 
 FLOAT32 = get_policy("float32")
@@ -68,7 +69,7 @@ class ModuleInfo:
         wrapped: bool = False,
         called: bool = True,
     ) -> None:
-        self.cls, self.path, self.around = type(module), path, around
+        self.cls, self.path, self.around = authors_class(type(module)), path, around
         self.policy, self.wrapped, self.called = policy, wrapped, called
         self.dtype = dtype = _dtype_of(module) if called and not wrapped else _NO_DTYPE
         self.is_layer = dtype != _NO_DTYPE

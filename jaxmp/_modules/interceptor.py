@@ -45,11 +45,19 @@ def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs:
     leaves, tree = jax.tree.flatten((args, kwargs))
     try:
         given = tree, tuple(map(_plain, leaves))
-        kind = (method.__name__, self.is_initializing(), self.path, _plain(self), given)
+        # Of a function, which may be made for each call: its code. Methods share that of Flax.
+        name = getattr(method, "__name__", None), getattr(method, "__code__", None)
+        kind = (name, self.is_initializing(), self.path, _plain(self), given)
         hash(kind)
     except (TypeError, RecursionError):
         return None
     return kind
+
+
+def own_parameters(module: nn.Module) -> list[Any]:
+    """Returns the parameters that a module holds itself; none of one that is not bound."""
+    params = {} if module.scope is None else module.variables.get("params", {})
+    return jax.tree.leaves([v for v in params.values() if not isinstance(v, Mapping)])
 
 
 def _plain(value: Any) -> Any:
@@ -157,8 +165,7 @@ class Interceptor:
             self._around = around
         # Only after `setup` is it known where a module that shares a scope has its variables.
         if module.is_layer and called:
-            params = context.module.variables.get("params", {})
-            module.hold(jax.tree.leaves([v for v in params.values() if not isinstance(v, Mapping)]))
+            module.hold(own_parameters(context.module))
         return out
 
     def _info(self, module: nn.Module, *, called: bool) -> ModuleInfo:
@@ -172,7 +179,7 @@ class Interceptor:
         info = self.entered.modules.get(key)
         if info is None or (called and not info.called):
             said = not (wrapped or path is None)
-            policy = self.overrides.map.policy_at(path or (), cls) if said else None
+            policy = self.overrides.policy_at(path or (), cls) if said else None
             info = ModuleInfo(module, path, around, policy, wrapped=wrapped, called=called)
             self.entered.modules[key] = info
         return info

@@ -21,9 +21,9 @@ from jaxmp._autocast.parameters import of_variables
 from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
-from jaxmp._flax_classes import one_per_key, subclass
+from jaxmp._flax_classes import one_per_key, subclass, without_part
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
-from jaxmp._modules.overrides import Overrides
+from jaxmp._modules.overrides import Overrides, Part
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
@@ -31,17 +31,38 @@ Method = Callable[..., Any]
 
 def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     """Returns the wrapped module; see `jaxmp.wrap`."""
-    overrides = Overrides(policy)
+    cls = without_part(type(module))
+    overrides = Overrides(cls, policy)
     overrides.check(((_names(path), type(m)) for path, m in nnx.iter_modules(module)), whole=True)
     wrapped = nnx.clone(module, variables=False)
-    object.__setattr__(wrapped, "__class__", _wrapped_class(type(module), policy))
+    if not hasattr(wrapped, "_jaxmp_policy"):  # else what is inside keeps its policies
+        _make_parts(wrapped, policy, overrides)
+    object.__setattr__(wrapped, "__class__", _wrapped_class(cls, policy, None))
     return wrapped
 
 
+def _make_parts(module: nnx.Module, policy: Policy | PolicyMap, overrides: Overrides) -> None:
+    """Makes the modules inside one parts, which have its policies when they are called alone."""
+    infos = _infos(module, overrides)
+    parts = overrides.parts(infos)
+    others: set[tuple[str, ...]] = set()
+    for path, inner in infos.values():
+        if not path:
+            continue
+        if any(path[:i] in others for i in range(len(path))) or not overrides.takes(inner, module):
+            others.add(path)
+            continue
+        part_class = _wrapped_class(without_part(type(inner)), policy, parts[path])
+        object.__setattr__(inner, "__class__", part_class)
+
+
 @one_per_key
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap, part: Part | None) -> Any:
     """Returns the subclass of `cls` for a policy: always the same, so that instances compare."""
-    calls = _Calls(cls, policy)
+    is_container = issubclass(cls, (nnx.List, nnx.Dict)) and part is not None
+    methods = {} if is_container else dict(methods_of(cls))
+    overrides = Overrides(cls, policy, part=part)
+    calls = _Calls(cls, policy, part)
 
     def wrapped(name: str, method: Method) -> Method:
         @functools.wraps(method)
@@ -50,18 +71,24 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
 
         return wrapped_method
 
-    members: dict[str, Any] = {name: wrapped(name, method) for name, method in methods_of(cls)}
-    members["_jaxmp_policy"] = policy
-    return subclass((_wrapped_class, cls, policy), members, pytree=is_registered(cls))
+    def set_attribute(self: nnx.Module, name: str, value: Any) -> None:
+        cls.__setattr__(self, name, value)
+        if isinstance(value, nnx.Module) and not overrides.is_called():
+            _make_parts(self, policy, overrides)
+
+    members: dict[str, Any] = {name: wrapped(name, method) for name, method in methods.items()}
+    members |= {"__setattr__": set_attribute}
+    members |= {"_jaxmp_policy": policy} if part is None else {"_jaxmp_part": part}
+    return subclass((_wrapped_class, cls, policy, part), members, pytree=is_registered(cls))
 
 
 class _Calls(dict[str, Method]):
-    """The methods of a class under a policy, by name. Pickled as the class and the policy."""
+    """The methods of a class under a policy, by name. Pickled as what they are made from."""
 
-    def __init__(self, cls: Any, policy: Policy | PolicyMap) -> None:
-        overrides = Overrides(policy)
+    def __init__(self, cls: Any, policy: Policy | PolicyMap, part: Part | None) -> None:
+        overrides = Overrides(cls, policy, part=part)
         super().__init__({name: _lifted(method, overrides) for name, method in methods_of(cls)})
-        self._made_from = cls, policy
+        self._made_from = cls, policy, part
 
     def __reduce__(self) -> Any:
         return _Calls, self._made_from
@@ -72,7 +99,7 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
 
     @functools.wraps(method)
     def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
-        own = overrides.map.policy_at((), type(self))
+        own = overrides.policy_at((), type(self))
         entered = nullcontext() if own is None else region(own)
         with shown_as_float32(self, overrides.stored), _marked(self, overrides), entered:
             return method(self, *args, **kwargs)
@@ -85,6 +112,12 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
 
     @functools.wraps(method)
     def call(self: nnx.Module, args: Any, kwargs: Any) -> Any:
+        if overrides.is_called():
+            return method(self, *args, **kwargs)
+        with overrides.calling():
+            return from_outside(self, args, kwargs)
+
+    def from_outside(self: nnx.Module, args: Any, kwargs: Any) -> Any:
         if policy_in_force() is not None:
             with region(overrides.default):
                 if overrides.stored or _marks(self, overrides):
@@ -139,25 +172,33 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
 
 def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, str | None]]:
     """Returns the inner modules with policies of their own, and the path of a deliberate one."""
+    infos = _infos(module, overrides)
+    overrides.warn_of_other_dtypes(infos)
+    distinct = distinguished(infos)
+    marks: list[tuple[Any, Policy, str | None]] = []
+    for info, (path, inner) in infos.items():
+        policy = info.own_policy(distinct)
+        if policy is not None:
+            marks.append((inner, policy, None if info.policy else "/".join(path)))
+    return marks
+
+
+def _infos(
+    module: nnx.Module, overrides: Overrides
+) -> dict[ModuleInfo, tuple[tuple[str, ...], nnx.Module]]:
+    """Returns what is known of a module and of those inside it, with their paths; itself first."""
     found = sorted(((_names(p), m) for p, m in nnx.iter_modules(module)), key=lambda f: f[0])
     infos: dict[tuple[str, ...], ModuleInfo] = {}
     for path, inner in found:  # parents come first
         above = (path[:i] for i in range(len(path) - 1, -1, -1))
         around = next((infos[p] for p in above if p in infos), None)
         # The wrapped module has none: the policy of the call overrules its dtype.
-        policy = overrides.map.policy_at(path, type(inner)) if path else None
+        policy = overrides.policy_at(path, type(inner)) if path else None
         info = infos[path] = ModuleInfo(inner, path, around, policy)
         if info.is_layer:
             values = [v for v in vars(inner).values() if isinstance(v, nnx.Variable)]
             info.hold(v.get_raw_value() for v in values)
-    overrides.warn_of_other_dtypes(infos.values())
-    distinct = distinguished(infos.values())
-    marks: list[tuple[Any, Policy, str | None]] = []
-    for path, inner in found:
-        policy = infos[path].own_policy(distinct)
-        if policy is not None:
-            marks.append((inner, policy, None if infos[path].policy else "/".join(path)))
-    return marks
+    return dict(zip(infos.values(), found, strict=True))
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -1,16 +1,21 @@
 """The policy of a module inside a wrapped one: by its path, its class, or a deliberate float32.
 
 It does not depend on Linen or NNX; these report the modules that are entered, and their paths.
+
+A module inside may be called past the methods of the wrapped one: `net.encoder(x)`. So it is of a
+class that knows where it is, a `Part`, and is wrapped as well; but not inside a call of the wrapped
+module, which has its policies already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +25,7 @@ from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
 from jaxmp._jaxprs.source import level_of_user
-from jaxmp._modules.explicit_dtypes import ModuleInfo
+from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp.policy import Policy, PolicyMap, key_matches
 
 # The share of the products' FLOPs above which layers that stay float32 are warned about: the
@@ -29,6 +34,24 @@ MUCH = 0.1
 
 # A module's path from the wrapped one, or None if it lies outside of that; and its class, if known.
 Found = tuple[Sequence[str] | None, type | None]
+
+# The wrapped modules that are being called. It is part of the key of every jit cache: what is
+# traced inside such a call is as its parts were written.
+_CALLED = jax.make_user_context(default_value=())
+
+
+class Part(NamedTuple):
+    """A place inside a wrapped module, with what holds there for a module that is called by itself.
+
+    Attributes:
+      root: the class of the wrapped module.
+      path: the path from the wrapped module.
+      policy: the policy that holds at the path.
+    """
+
+    root: type
+    path: tuple[str, ...]
+    policy: Policy
 
 
 class Overrides:
@@ -44,16 +67,25 @@ class Overrides:
         where they enter and leave the wrapped module, and its other state keeps its dtypes.
       stored: the 16-bit dtypes that some policy stores parameters in.
       is_identity: whether every policy is float32 throughout.
+      part: the place in the wrapped module, for a module that is a part of it.
     """
 
-    def __init__(self, policy: Policy | PolicyMap, params: tuple[str, ...] = ("params",)) -> None:
+    def __init__(
+        self,
+        cls: type,
+        policy: Policy | PolicyMap,
+        params: tuple[str, ...] = ("params",),
+        part: Part | None = None,
+    ) -> None:
         self.params, self.others = params, frozenset(params) - {"params"}
         self.map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
         self.is_single = not self.map.overrides
-        keys = frozenset(key for key, _ in self.map.overrides)
+        # A part may lack what the keys are of.
+        keys = frozenset(key for key, _ in self.map.overrides if part is None)
         self._unmatched: dict[Hashable, frozenset[str | type]] = defaultdict(lambda: keys)
         self._warned: set[frozenset[str]] = set()
-        self.default: Policy = self.map.default
+        self.part, self._called = part, (part.root if part else cls, policy)
+        self.default: Policy = part.policy if part else self.map.default
         self.wide = governed(self.default)
         self.inner = dataclasses.replace(
             self.default, param_dtype=self.wide, output_dtype=self.wide
@@ -63,6 +95,55 @@ class Overrides:
         self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
         self._computed = {np.dtype(policy.compute_dtype) for policy in policies}
         self.is_identity = all(map(is_identity, policies))
+
+    def is_called(self, path: tuple[str, ...] = ()) -> bool:
+        """Returns whether this is inside a call of the wrapped module, which holds for its parts.
+
+        Args:
+          path: the path of the wrapped module; of a part, any.
+        """
+        if self.part is None:
+            return (*self._called, path) in _CALLED.value
+        return any((root, policy) == self._called for root, policy, _ in _CALLED.value)
+
+    def calling(self, path: tuple[str, ...] = ()) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context of a call of the wrapped module at a path, or of a part of it."""
+        return _CALLED((*_CALLED.value, (*self._called, path)))  # type: ignore[no-any-return]
+
+    def policy_at(self, path: Sequence[str], cls: type) -> Policy | None:
+        """Returns the policy that the user's map has for a path from here and a class, or None."""
+        return self.map.policy_at((*(self.part.path if self.part else ()), *path), cls)
+
+    def takes(self, inner: Any, holder: Any) -> bool:
+        """Returns whether a module inside one here is a part of the wrapped module.
+
+        It is not where it is wrapped by itself, or is a part of another.
+
+        Args:
+          inner: the module.
+          holder: the one here, which may have been a part of another itself.
+        """
+        part, above = (getattr(type(m), "_jaxmp_part", None) for m in (inner, holder))
+        mine = part is None or part.root in (self._called[0], above and above.root)
+        return mine and not hasattr(inner, "_jaxmp_policy")
+
+    def parts(self, modules: Iterable[ModuleInfo]) -> dict[tuple[str, ...], Part]:
+        """Returns the parts that modules are, by their paths from here.
+
+        Args:
+          modules: the module here, and those inside it, outer ones first.
+        """
+        here, *inside = modules
+        at = self.part.path if self.part else ()
+        policies = {here: self.policy_at((), here.cls) or self.default}
+        distinct = distinguished((here, *inside))
+        parts: dict[tuple[str, ...], Part] = {}
+        for info in inside:
+            inherited = policies[info.around or here]
+            policy = policies[info] = info.own_policy(distinct) or inherited
+            path = info.path or ()
+            parts[path] = Part(self._called[0], (*at, *path), policy)
+        return parts
 
     def warn_of_kept(self, plan: Plan) -> None:
         """Warns once if layers with a deliberate float32 have a large share of a plan's FLOPs."""

@@ -36,9 +36,10 @@ def wrap(
       wrapped module. Parameters stay as they are stored; see `Policy.cast_to_param`.
     * Any other callable: `autocast`.
 
-    Every public method is wrapped. A submodule reached from outside, past those methods
-    (``wrapped.bind(variables).encoder(x)``), runs as written. Modules inside the wrapped one run
-    under the policy of the first of these that applies, with all that is inside them:
+    Every public method is wrapped, and so is a function given to `apply` as ``method``. The modules
+    inside carry their policies: called past those methods, as in ``wrapped.encoder(x)`` (NNX) or
+    ``wrapped.bind(variables).encoder(x)`` (Linen), each call is wrapped by itself. They run under
+    the policy of the first of these that applies, with all that is inside them:
 
     1. a pattern or class of a `PolicyMap` that matches them;
     2. for a layer that its author singled out by ``dtype=float32``: float32. Comparable layers
@@ -64,7 +65,7 @@ def wrap(
 
     Returns:
       A module of the same kind: an instance of a subclass of the module's class, of the same name.
-      Its methods return float32 results in ``output_dtype``.
+      So are the modules inside. Its methods return float32 results in ``output_dtype``.
 
     Raises:
       TypeError: if `module` is a class or not callable, or `params` are not names, or not Linen's.

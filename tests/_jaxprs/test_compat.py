@@ -913,6 +913,39 @@ def _() -> None:
     assert not out.any()  # the method saw the variables that the transformation gave it
 
 
+@relied_on("Module: _call_wrapped_method, decorator_lift_transform", "_call_wrapped_method")
+def _() -> None:
+    """Flax calls all managed methods by it, and a function can be lifted as a method is."""
+    called: list[Any] = []
+
+    def watched(cls: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @nn.nowrap
+        def call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+            called.append((cls, fun.__name__))
+            return original(self, fun, args, kwargs)
+
+        return call
+
+    watching = type("Watching", (Layer,), _flax.call_of_methods(Layer, watched))
+    variables = watching().init(RNGS, X)
+    assert (Layer, "__call__") in called
+    called.clear()
+    Layer.__call__(watching().bind(variables, rngs=RNGS), X)
+    assert (Layer, "__call__") in called
+
+    def identity(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return _flax.lifted_scopes(
+            lambda scope_fn, repack_fn, variables, rngs, *args: (
+                fn(scopes := scope_fn(variables, rngs), *args),
+                repack_fn(scopes),
+            )
+        )
+
+    lifted = _flax.lifted_function(identity, lambda module, x: module(x) + 1)
+    out = Layer().apply(variables, X, rngs=RNGS, method=lifted)
+    np.testing.assert_array_equal(out, Layer().apply(variables, X, rngs=RNGS) + 1)
+
+
 @relied_on("Scope.rng_counters", "rng_counters")
 def _() -> None:
     counters: list[Any] = []

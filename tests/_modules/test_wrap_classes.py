@@ -412,6 +412,7 @@ def test_two_threads_trace_one_wrapped_nnx_module_in_an_autocast(stored: bool) -
         {"b": "mixed_float16"}, default="p=bf16,c=bf16,o=f32" if stored else BF16
     )
     wrapped = jaxmp.wrap(Meeting(nnx.Rngs(0)), policies)
+    classes = type(wrapped.a), type(wrapped.b)
     found: list[Any] = []
 
     def trace() -> None:
@@ -424,4 +425,4 @@ def test_two_threads_trace_one_wrapped_nnx_module_in_an_autocast(stored: bool) -
     for thread in threads:
         thread.join()
     assert found == [{"float32": 1, "float16": 1}] * 2
-    assert type(wrapped.a) is type(wrapped.b) is nnx.Linear
+    assert (type(wrapped.a), type(wrapped.b)) == classes

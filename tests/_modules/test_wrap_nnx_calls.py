@@ -230,7 +230,7 @@ def test_returned_submodules_and_variables():
         out, linear, kernel = wrapped(ROWS)
         assert out.dtype == jaxmp.get_policy(policy).output_dtype
         assert linear is wrapped.linear
-        assert type(linear) is nnx.Linear
+        assert isinstance(linear, nnx.Linear)
         assert kernel["kernel"] is wrapped.linear.kernel
         assert linear.kernel.dtype == jnp.float32
 
@@ -353,11 +353,12 @@ def test_the_module_is_whole_again_when_a_call_raises():
     policy = jaxmp.PolicyMap({"hidden": "float32"}, default="bfloat16")
     wrapped = jaxmp.wrap(Faulty(nnx.Rngs(0)), policy)
     nnx.update(wrapped, jax.tree.map(lambda x: x.astype("bfloat16"), nnx.state(wrapped)))
+    before = type(wrapped.hidden)
     with pytest.raises(RuntimeError, match="on purpose"):
         wrapped(ROWS)
     with pytest.raises(RuntimeError, match="on purpose"):
         jaxmp.autocast(lambda x: wrapped(x), POLICY)(ROWS)
-    assert type(wrapped.hidden) is nnx.Linear
+    assert type(wrapped.hidden) is before
     assert wrapped.hidden.kernel.dtype == jnp.bfloat16
     assert not isinstance(wrapped.hidden.kernel.get_raw_value(), jax.core.Tracer)
 
