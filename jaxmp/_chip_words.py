@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxmp._printable import shown
 from jaxmp.devices import chips
 from jaxmp.dtypes import did_you_mean, plain_name
 
@@ -25,7 +26,8 @@ def word_at_chip(text: str, word: str) -> str | None:
     known = chips()
     if at and chip not in known:
         raise ValueError(
-            f"{text!r} names no chip{did_you_mean(chip, known)}; the chips are {', '.join(known)}"
+            f"{shown(text)} names no chip{did_you_mean(chip, known)}; "
+            f"the chips are {', '.join(known)}"
         )
     return f"{word}@{chip}" if at else word
 

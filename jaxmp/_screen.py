@@ -5,6 +5,7 @@ On a screen, rows that differ in the number of a layer are merged, and cells are
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jaxmp._printable import printable
+
 T = TypeVar("T")
 
 LINES, COLUMNS = 40, 120
@@ -26,7 +29,30 @@ OF_LAYER = re.compile(r"((?<=[_/])\d+|(?<=\]\[)\d+)")
 _LABEL, _HEADING = 25, 14
 
 
-class Report:
+class Printed:
+    """A thing whose text has names from programs and files: what a subclass prints is `printable`.
+
+    Text is what `__str__`, `summary`, `to_text` and `to_markdown` return.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("__str__", "summary", "to_text", "to_markdown"):
+            if name in vars(cls):
+                setattr(cls, name, _as_printable(vars(cls)[name]))
+
+
+def _as_printable(method: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(method)
+    def printed(*args: Any, **kwargs: Any) -> str:
+        return printable(method(*args, **kwargs))
+
+    return printed
+
+
+class Report(Printed):
     """A report, which a notebook shows as its text.
 
     The fields of a dataclass, which `repr` would show otherwise, may fill thousands of lines.

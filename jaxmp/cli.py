@@ -27,6 +27,7 @@ from jaxmp._lock.check import check, write
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
+from jaxmp._printable import printable
 from jaxmp._speed.pays_table import when_it_pays
 from jaxmp.devices import chips, describe
 
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CompilerMissingError, RuntimeError, ValueError, TypeError) as error:
         if not _is_refusal(error):
             raise
-        print(f"jaxmp: {error}", file=sys.stderr)
+        print(printable(f"jaxmp: {error}"), file=sys.stderr)
         return 2
     return code
 
@@ -309,7 +310,10 @@ def _lock(args: argparse.Namespace) -> int:
     fn, arguments = load(args.function)
     if not (args.check or args.update):
         locked = write(fn, args.out, args.policy)(*arguments)
-        print(f"{args.out}: {len(locked.operations)} modules. Commit it, and --check it in CI.")
+        print(
+            f"{printable(str(args.out))}: {len(locked.operations)} modules. "
+            "Commit it, and --check it in CI."
+        )
         return 0
     found = check(fn, args.out, args.policy, update=args.update)(*arguments)
     print(found.to_text(verbose=args.all))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._printable import shown
 from jaxmp.formats import ALL_FORMATS, Format
 
 __all__ = [
@@ -114,12 +115,13 @@ def parse_format(value: Any, known: Iterable[Format], what: str, hint: str = "")
         name = None
     if name is None or value is None:
         raise TypeError(
-            f"{what} takes a format ({printed}) or its dtype; got {value!r} of type "
+            f"{what} takes a format ({printed}) or its dtype; got {shown(value)} of type "
             f"{type(value).__name__!r}."
         )
     if plain_name(name) not in by_name:
         raise ValueError(
-            f"{what} is {name!r}, which names no format{did_you_mean(plain_name(name), by_name)}; "
+            f"{what} is {shown(name)}, "
+            f"which names no format{did_you_mean(plain_name(name), by_name)}; "
             f"the formats are {printed}.{hint}"
         )
     return by_name[plain_name(name)]
@@ -176,6 +178,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
       >>> did_you_mean("b16", ["bf16", "f64"]), did_you_mean("mixed_bf", ["mixed_bfloat16"])
       (" (did you mean 'bf16'?)", " (did you mean 'mixed_bfloat16'?)")
     """
+    if len(name) > 100:  # comparing takes square time
+        return ""
     known = list(known)
     begun = [each for each in known if name and each.startswith(name)]
     close = begun or difflib.get_close_matches(name, known, n=1)
@@ -278,13 +282,15 @@ def _parse_name(name: str, what: str) -> Any:
         raise ValueError(_unsupported(name, what))
     names = [*_DTYPE_BY_NAME, "half"]
     raise ValueError(
-        f"{what}: Unknown dtype {name!r}{did_you_mean(plain, names)}; the names are {_all_names()}."
+        f"{what}: Unknown dtype {shown(name)}{did_you_mean(plain, names)}; "
+        f"the names are {_all_names()}."
     )
 
 
 def _unsupported(name: str, what: str) -> str:
     return (
-        f"{what}: takes a real floating dtype of 16, 32 or 64 bits ({_all_names()}); got {name!r}."
+        f"{what}: takes a real floating dtype of 16, 32 or 64 bits ({_all_names()}); got "
+        f"{shown(name)}."
     )
 
 

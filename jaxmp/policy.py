@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
+from jaxmp._printable import shown
 from jaxmp.dtypes import default_device, dtype_name, parse_dtype
 from jaxmp.policy_fields import FIELDS
 from jaxmp.policy_string import format_policy, parse_policy
@@ -26,6 +27,8 @@ __all__ = ["Policy", "PolicyLike", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
 
+# The most characters of a pattern.
+_LONGEST = 1_000
 # The functions that take a policy, but not a function with arguments.
 _OF_MODULES = ("get_policy", "wrap", "prepare", "PolicyMap", "TrainState.create")
 
@@ -119,8 +122,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         first = self.param_dtype
         if isinstance(first, str) and ("mixed" in first or "=" in first):
             raise ValueError(
-                f"Policy: takes dtypes, and {first!r} is the name of a policy: "
-                f"jaxmp.get_policy({first!r})."
+                f"Policy: takes dtypes, and {shown(first)} is the name of a policy: "
+                f"jaxmp.get_policy({shown(first)})."
             )
         for field in FIELDS:
             value = field.read(getattr(self, field.name), f"Policy: {field.name}")
@@ -199,7 +202,7 @@ class PolicyMap:
         if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) for p in pairs)):
             raise TypeError(
                 "PolicyMap: overrides takes a mapping from path patterns or module classes to "
-                f"policies; got {overrides!r} of type {type(overrides).__name__!r}."
+                f"policies; got {shown(overrides)} of type {type(overrides).__name__!r}."
             )
         for key, _ in pairs:
             _check_key(key)
@@ -254,11 +257,16 @@ def _check_key(key: Any) -> None:
     if not isinstance(key, (str, type)):
         raise TypeError(
             "PolicyMap: a key is a pattern such as 'encoder/layers_*' or a module class; got "
-            f"{key!r} of type {type(key).__name__!r}."
+            f"{shown(key)} of type {type(key).__name__!r}."
+        )
+    if isinstance(key, str) and len(key) > _LONGEST:
+        raise ValueError(
+            f"PolicyMap: a pattern has at most {_LONGEST:,} characters; got {len(key):,}: "
+            f"{shown(key)}."
         )
     if isinstance(key, str) and not all(key.split("/")):
         raise ValueError(
-            f"PolicyMap: the pattern {key!r} has an empty component; write paths as in "
+            f"PolicyMap: the pattern {shown(key)} has an empty component; write paths as in "
             "'encoder/layers_0', without a slash at either end."
         )
 
@@ -294,7 +302,7 @@ def single_policy(where: str, spec: PolicyLike) -> Policy:
     if isinstance(policy, PolicyMap):
         raise TypeError(
             f"{where}: takes one policy; a PolicyMap is for the modules inside a Flax module, and "
-            f"for jaxmp.wrap. Got {spec!r}."
+            f"for jaxmp.wrap. Got {shown(spec)}."
         )
     return policy
 
@@ -364,10 +372,9 @@ def read_policy(where: str, spec: PolicyLike) -> Policy | PolicyMap:
     try:
         dtype = parse_dtype(spec, where)
     except TypeError:
-        shown = " ".join(repr(spec).split())
-        shown = shown if len(shown) <= 80 else f"{shown[:60]}…"
         raise TypeError(
             f"{where}: a policy is a string such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', a "
-            f"Policy, a jmp.Policy or a dtype; got {shown} of type {type(spec).__name__!r}.{hint}"
+            f"Policy, a jmp.Policy or a dtype; got {shown(spec)} "
+            f"of type {type(spec).__name__!r}.{hint}"
         ) from None
     return Policy(dtype, dtype, dtype)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jaxmp._chip_words import word_at_chip
+from jaxmp._printable import shown
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
 from jaxmp.recipes import Recipe, check_goes_with, parse_matmul
 
@@ -79,14 +80,14 @@ def _float32_or_compute(dtype: Any, compute: str, what: str) -> None:
 def _read_flag(value: Any, what: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
-            f"{what} must be True or False; got {value!r} of type {type(value).__name__!r}."
+            f"{what} must be True or False; got {shown(value)} of type {type(value).__name__!r}."
         )
     return bool(value)
 
 
 def _parse_flag(piece: Piece) -> bool:
     if piece.text.lower() not in ("true", "false"):
-        raise MalformedError(piece, f"expected true or false, got {piece.text!r}")
+        raise MalformedError(piece, f"expected true or false, got {shown(piece.text)}")
     return piece.text.lower() == "true"
 
 
@@ -97,13 +98,15 @@ def _read_recipe(matmul: Any, what: str) -> Recipe | str | None:
         return parse_matmul(matmul)
     raise TypeError(
         f"{what} takes a recipe, such as jaxmp.recipes.float8(), its string, 'auto', or None; got "
-        f"{matmul!r} of type {type(matmul).__name__!r}."
+        f"{shown(matmul)} of type {type(matmul).__name__!r}."
     )
 
 
 def _read_residuals(residuals: Any, what: str) -> str:
     if residuals not in RESIDUALS:
-        raise ValueError(f"{what} must be {' or '.join(map(repr, RESIDUALS))}; got {residuals!r}.")
+        raise ValueError(
+            f"{what} must be {' or '.join(map(repr, RESIDUALS))}; got {shown(residuals)}."
+        )
     return str(residuals)
 
 
@@ -113,14 +116,16 @@ def _read_attention(attention: Any, what: str) -> str | None:
     if not isinstance(attention, str):
         raise TypeError(
             f"{what} takes None, 'fused' or 'fused@CHIP'; got "
-            f"{attention!r} of type {type(attention).__name__!r}."
+            f"{shown(attention)} of type {type(attention).__name__!r}."
         )
     try:
         read = word_at_chip(attention, FUSED)
     except ValueError as error:
         raise ValueError(f"{what}: {error}.") from None
     if read is None:
-        raise ValueError(f"{what} is {FUSED!r} or '{FUSED}@CHIP', or absent; got {attention!r}.")
+        raise ValueError(
+            f"{what} is {FUSED!r} or '{FUSED}@CHIP', or absent; got {shown(attention)}."
+        )
     return read
 
 
@@ -133,21 +138,23 @@ def _read_ops(ops: Any, what: str) -> tuple[tuple[str, str], ...]:
     if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
         raise TypeError(
             f"{what} takes a mapping from primitives or their names to one of "
-            f"{', '.join(OP_CLASSES)}; got {ops!r} of type {type(ops).__name__!r}."
+            f"{', '.join(OP_CLASSES)}; got {shown(ops)} of type {type(ops).__name__!r}."
         )
     normalized: dict[str, str] = {}
     for primitive, op_class in pairs:
         name = primitive.name if isinstance(primitive, Primitive) else primitive
         if not isinstance(name, str) or not name:
-            raise TypeError(f"Policy: a key of ops must be a primitive or its name; got {name!r}.")
+            raise TypeError(
+                f"Policy: a key of ops must be a primitive or its name; got {shown(name)}."
+            )
         if op_class not in OP_CLASSES:
             raise ValueError(
-                f"{what} gives {name!r} the unknown class {op_class!r}; the classes are "
+                f"{what} gives {shown(name)} the unknown class {shown(op_class)}; the classes are "
                 f"{', '.join(OP_CLASSES)}."
             )
         if normalized.setdefault(name, op_class) != op_class:
             raise ValueError(
-                f"{what} gives {name!r} two classes, {normalized[name]!r} and {op_class!r}."
+                f"{what} gives {shown(name)} two classes, {normalized[name]!r} and {op_class!r}."
             )
     return tuple(sorted(normalized.items()))
 
@@ -157,13 +164,15 @@ def _parse_ops(value: Piece) -> dict[str, str]:
     for piece in value.split("|"):
         name, *classes = piece.split(":")
         if len(classes) != 1 or not name.text:
-            raise MalformedError(piece, f"expected primitive:class, got {piece.text!r}")
+            raise MalformedError(piece, f"expected primitive:class, got {shown(piece.text)}")
         [op_class] = classes
         if op_class.text not in OP_CLASSES:
-            expected = f"unknown class {op_class.text!r}; the classes are {', '.join(OP_CLASSES)}"
+            expected = (
+                f"unknown class {shown(op_class.text)}; the classes are {', '.join(OP_CLASSES)}"
+            )
             raise MalformedError(op_class, expected)
         if unquote(name.text) in ops:
-            raise MalformedError(name, f"the primitive {name.text!r} is set twice")
+            raise MalformedError(name, f"the primitive {shown(name.text)} is set twice")
         ops[unquote(name.text)] = op_class.text
     return ops
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 
+from jaxmp._printable import printable, shown
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -78,6 +79,8 @@ _FOREIGN: Final = {
     ),
 }
 
+# The most characters of a policy's string: `ops` may name some hundred primitives.
+_LONGEST: Final = 10_000
 _FIELD_BY_KEY: Final = {key: field for field in FIELDS for key in field.keys}
 
 
@@ -99,15 +102,24 @@ def parse_policy(spec: str) -> dict[str, Any]:
     Raises:
       ValueError: If the string names nothing known, or cannot be read; the message says where.
     """
+    if len(spec) > _LONGEST:
+        raise ValueError(
+            f"get_policy: a policy's string has at most {_LONGEST:,} characters; got "
+            f"{len(spec):,}: {shown(spec)}."
+        )
     head, *rest = Piece(spec, 0).split(",")
     try:
         if "=" not in head.text:
             return _named_policy(head) | _read_settings(rest)
         fields = _read_settings([head, *rest])
     except MalformedError as error:
+        start = max(0, error.position - 60)  # what is shown of a long one
+        line = spec.replace("\n", " ")
+        before = printable(line[start : error.position])
+        after = printable(line[error.position : error.position + 60])
         raise ValueError(
-            f"get_policy: cannot read {spec!r} at position {error.position}: {error}.\n"
-            f"    {spec}\n    {' ' * error.position}^"
+            f"get_policy: cannot read {shown(spec, 200)} at position {error.position}: {error}.\n"
+            f"    {before}{after}\n    {' ' * len(before)}^"
         ) from None
     param = fields.get("param_dtype", jnp.float32)
     compute = fields.get("compute_dtype", param)
@@ -121,7 +133,7 @@ def _named_policy(piece: Piece) -> dict[str, Any]:
     name = _SYNONYMS.get(name, name)
     if name in _FOREIGN:
         raise ValueError(
-            f"get_policy: {piece.text!r} does not name a policy here; {_FOREIGN[name]}."
+            f"get_policy: {shown(piece.text)} does not name a policy here; {_FOREIGN[name]}."
         )
     if name == "mixed_half":
         name = f"mixed_{dtype_name(half_dtype())}"
@@ -133,7 +145,7 @@ def _named_policy(piece: Piece) -> dict[str, Any]:
     names = itertools.chain(_NAMED, ("mixed_half", "half"), *DTYPE_NAMES.values())
     known = sorted({*names} - {*_FOREIGN})
     raise ValueError(
-        f"get_policy: Unknown dtype or policy name {piece.text!r}"
+        f"get_policy: Unknown dtype or policy name {shown(piece.text)}"
         f"{did_you_mean(name, known)}; the names are {', '.join(known)}, and "
         "'p=f32,c=bf16,o=f32' spells a policy out."
     )
@@ -144,9 +156,9 @@ def _read_settings(pieces: Iterable[Piece]) -> dict[str, Any]:
     for piece in pieces:
         key, *values = piece.split("=")
         if len(values) != 1 or not key.text or not values[0].text:
-            raise MalformedError(piece, f"expected key=value, got {piece.text!r}")
+            raise MalformedError(piece, f"expected key=value, got {shown(piece.text)}")
         if key.text not in _FIELD_BY_KEY:
-            expected = f"unknown key {key.text!r}; the keys are {', '.join(_FIELD_BY_KEY)}"
+            expected = f"unknown key {shown(key.text)}; the keys are {', '.join(_FIELD_BY_KEY)}"
             raise MalformedError(key, expected)
         field = _FIELD_BY_KEY[key.text]
         if field.name in settings:

@@ -17,6 +17,7 @@ import dataclasses
 from typing import Final
 
 from jaxmp._chip_words import word_at_chip
+from jaxmp._printable import shown
 from jaxmp.dtypes import did_you_mean, parse_format, plain_name
 from jaxmp.formats import ALL_FORMATS, Format
 
@@ -256,13 +257,14 @@ def parse_recipe(text: str) -> Recipe:
     parts = formats.replace("/", ":").split(":")
     if len(parts) > 3:
         raise ValueError(
-            f"products: cannot read {text!r}: a layer has three products, and {len(parts)} formats "
+            f"products: cannot read {shown(text)}: a layer has "
+            f"three products, and {len(parts)} formats "
             "are given"
         )
     if len(parts) == 1 and not granularity and parts[0] not in _NAMES_OF_FORMATS:
         known = [*_NAMED, *FORMATS]
         raise ValueError(
-            f"products: {text!r} names no recipe{did_you_mean(name, known)}; the names are "
+            f"products: {shown(text)} names no recipe{did_you_mean(name, known)}; the names are "
             f"{', '.join(_NAMED)}, and 'e4m3:e5m2:e5m2@row' spells one out"
         )
     return products(*parts, granularity=granularity or "tensor")

@@ -22,6 +22,7 @@ from jaxmp._audit.report import PrecisionError
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._lock.check import check as check_lock
 from jaxmp._parity.tolerance import tolerance
+from jaxmp._printable import printable
 from jaxmp._training.replicas_equal import copies_in
 from jaxmp.dtypes import parse_dtype
 from jaxmp.policy import PolicyLike
@@ -76,7 +77,7 @@ def assert_products_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[...
         dtypes = [(op.source, op.emulates or op.dtype) for op in products]
         wrong = {f"{source} multiplies {dtype}": None for source, dtype in dtypes if dtype != name}
         if wrong:
-            lines = "\n".join(f"  {line}" for line in wrong)
+            lines = printable("\n".join(f"  {line}" for line in wrong))
             raise PrecisionError(f"assert_products_in: not all products are {name}:\n{lines}")
 
     return check

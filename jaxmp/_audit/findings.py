@@ -72,7 +72,7 @@ _PLACES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(_screen.Printed):
     """Something that costs more than it must, or is less precise than it should be.
 
     Attributes:

@@ -32,6 +32,7 @@ from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.source import level_of_user, library_line, user_line
 from jaxmp._jaxprs.walk import equations
+from jaxmp._printable import printable
 from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe
 
@@ -41,7 +42,7 @@ def _say(text: str, known: set[str], key: str = "") -> None:
     key = key or text
     if key not in known:
         known.add(key)
-        warnings.warn(f"autocast: {text}", UserWarning, stacklevel=level_of_user())
+        warnings.warn(printable(f"autocast: {text}"), UserWarning, stacklevel=level_of_user())
 
 
 def warn_unseen(plan: Plan, known: set[str]) -> None:

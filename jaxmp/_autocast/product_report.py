@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from jaxmp._screen import table
+from jaxmp._screen import Printed, table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(Printed):
     """Every matmul and convolution of a program: quantized, or not and why. Print it.
 
     Attributes:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxmp._files import DamagedError, replace_file
 from jaxmp._lock.compare import LockComparison, compare
 from jaxmp._lock.file import OtherVersionError, read, text_of
 from jaxmp._lock.lock import Lock, lock
+from jaxmp._printable import printable
 from jaxmp.policy import PolicyLike
 
 
@@ -24,9 +26,10 @@ def write(
     locked = lock(fn, policy)
 
     def written(*args: Any, **kwargs: Any) -> Lock:
-        if Path(path).exists():
+        if os.path.lexists(path):
             raise ValueError(
-                f"lock: there is a file {path}: compare with it by --check, rewrite it by --update."
+                f"lock: there is a file {printable(str(path))}: "
+                "compare with it by --check, rewrite it by --update."
             )
         now = locked(*args, **kwargs)
         _save(now, Path(path))
@@ -55,7 +58,7 @@ def check(
 
     def checked(*args: Any, **kwargs: Any) -> LockComparison:
         try:
-            was = None if update and not file.exists() else read(file)
+            was = None if update and not os.path.lexists(file) else read(file)
         except OtherVersionError:
             if not update:
                 raise
@@ -71,6 +74,11 @@ def check(
 
 def _save(now: Lock, file: Path) -> None:
     try:
-        file.write_text(text_of(now), encoding="utf-8")
+        replace_file(file, text_of(now))
+    except DamagedError as error:
+        raise ValueError(
+            f"lock: {printable(str(file))} is not rewritten: {error}. Name the file itself."
+        ) from error
     except OSError as error:
-        raise ValueError(f"lock: cannot write {file}: {error.strerror}.") from error
+        why = f"cannot write {printable(str(file))}: {error.strerror}"
+        raise ValueError(f"lock: {why}.") from error

@@ -6,12 +6,15 @@ import json
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxmp._files import DamagedError, read_text
 from jaxmp._lock.lock import UNSAID, Lock
 from jaxmp._lock.patterns import compressed, expanded, natural
+from jaxmp._printable import printable, shown
+from jaxmp.policy import get_policy
 
 T = TypeVar("T")
 
@@ -21,7 +24,13 @@ _HEAD = """\
 # In which dtypes this program computes: no sizes, no lines. `python -m jaxmp lock module:function`
 # --check compares it with the program, --update rewrites it; it is not edited by hand.
 """
-_WORDS = re.compile(r"(.+?)(?: ×(\d+))?")
+_WORDS = re.compile(r"(.{1,500}?)(?: ×(\d{1,18}))?")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"' + r"|'[^']*'")
+# The most bytes of a file; the most modules in all of it, also in patterns; the most brackets of
+# a kind, or dots of keys, in a line: a lock that jaxmp writes has two.
+_LARGEST = 2**22
+MODULES = 10_000
+_DEEPEST = 16
 _ORDER = ("forward", "backward", "saved", "update")
 
 
@@ -30,7 +39,16 @@ class OtherVersionError(ValueError):
 
 
 def text_of(lock: Lock) -> str:
-    """Returns the text of a lock's file."""
+    """Returns the text of a lock's file.
+
+    Raises:
+      ValueError: if it has more modules than `read` takes.
+    """
+    if len(lock.operations) > MODULES:
+        raise ValueError(
+            f"lock: the program has {len(lock.operations):,} modules, and a lock at most "
+            f"{MODULES:,}: lock a part of it, such as the step of a smaller model."
+        )
     lines = [f"{_HEAD}{_KEY} = {SCHEMA}", f"policy = {_quoted(lock.policy)}"]
     lines += [f"loss_scaling = {_quoted(list(lock.scaling))}"]
     results = [row for row in collapsed(lock.results) if row[1] != UNSAID]
@@ -54,77 +72,135 @@ def read(path: Path) -> Lock:
       ValueError: if the file does not exist or is not a lock; the message says what is wrong.
       OtherVersionError: (a ValueError) if another version of jaxmp has written it.
     """
+    shown_path = printable(str(path))
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path, _LARGEST)
+        data = _parsed(text)
     except FileNotFoundError as error:
         raise ValueError(
-            f"lock: there is no file {path}. Write it with `python -m jaxmp lock module:function "
-            f"--out {path}`, or in a test with update=True."
+            f"lock: there is no file {shown_path}. Write it with `python -m jaxmp lock "
+            f"module:function --out {shown_path}`, or in a test with update=True."
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except DamagedError as error:
         again = "restore it from the repository, or delete it and write a new one"
-        raise ValueError(f"lock: cannot read {path}: {error}; {again}.") from error
+        raise ValueError(f"lock: cannot read {shown_path}: {error}; {again}.") from error
     version = data.get(_KEY)
     if type(version) is not int:
         raise ValueError(
-            f"lock: {path} is not a precision lock of jaxmp: it has no `{_KEY} = {SCHEMA}`."
+            f"lock: {shown_path} is not a precision lock of jaxmp: it has no `{_KEY} = {SCHEMA}`."
         )
     if version != SCHEMA:
         raise OtherVersionError(
-            f"lock: {path} has the format {version}, and this jaxmp reads {SCHEMA}: take the "
+            f"lock: {shown_path} has the format {shown(version)}, and "
+            f"this jaxmp reads {SCHEMA}: take the "
             "version of jaxmp that wrote it, or rewrite it with --update."
         )
-    return _read(data, lambda what: ValueError(f"lock: {path} is damaged: {what}."))
+
+    def damaged(what: str, *keys: str) -> ValueError:
+        line = _line_of(text, keys)
+        at = f" in line {line}" if line else ""
+        return ValueError(f"lock: {shown_path} is damaged{at}: {printable(what)}.")
+
+    return _read(data, damaged)
 
 
-def _read(data: Mapping[str, Any], damaged: Callable[[str], ValueError]) -> Lock:
-    def get(table: Mapping[str, Any], key: str, kind: type, where: str = "") -> Any:
+def _parsed(text: str) -> dict[str, Any]:
+    """Parses TOML, after a look at each line for what takes a parser's stack, or its square time.
+
+    Raises:
+      DamagedError: naming the line.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        bare = _STRING.sub("", line).partition("#")[0]
+        if '"' in bare or "'" in bare:
+            raise DamagedError(f"line {number} has a string without an end")
+        if max(bare.count("["), bare.count("{"), bare.count(".")) > _DEEPEST:
+            raise DamagedError(f"line {number} is nested too deeply")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:  # brackets in lines of their own
+        raise DamagedError("it is nested too deeply") from error
+    except tomllib.TOMLDecodeError as error:
+        raise DamagedError(printable(str(error))) from error
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise DamagedError("it has a number of thousands of digits") from error
+
+
+def _line_of(text: str, keys: Sequence[str]) -> int:
+    """Returns the line with the last of some keys, each below the one before it; 0 if unknown."""
+    at, lines = 0, text.split("\n")
+    for key in keys:
+        names = (_quoted(key), key)
+        found = (i for i in range(at, len(lines)) if any(name in lines[i] for name in names))
+        at = next(found, -1)
+        if at < 0:
+            return 0
+    return at + 1 if keys else 0
+
+
+def _read(data: Mapping[str, Any], damaged: Callable[..., ValueError]) -> Lock:
+    def get(table: Mapping[str, Any], key: str, kind: type, *above: str) -> Any:
         value = table.get(key, kind())
         if not isinstance(value, kind):
-            raise damaged(f"{where}{key} = {value!r} must be a {kind.__name__}")
+            where = ".".join([*above, key])
+            raise damaged(f"{where} = {shown(value)} must be a {kind.__name__}", *above[1:], key)
         return value
 
-    def words(table: Mapping[str, Any], key: str, where: str) -> dict[str, int]:
+    def words(table: Mapping[str, Any], key: str, *above: str) -> dict[str, int]:
         found = {}
-        for each in get(table, key, list, where):
+        for each in get(table, key, list, *above):
             match = _WORDS.fullmatch(each) if isinstance(each, str) else None
             if match is None:
-                raise damaged(f"{where}{key} has {each!r}, which is not a dtype or an operation")
+                where = ".".join([*above, key])
+                fault = f"{where} has {shown(each)}, which is not a dtype or an operation"
+                raise damaged(fault, *above[1:], key)
             found[match[1]] = int(match[2] or 1)
         return found
 
     if unknown := data.keys() - {_KEY, "policy", "loss_scaling", "arguments", "results", "module"}:
-        raise damaged(f"{min(unknown)!r} is not a part of a lock")
+        name = min(unknown)
+        raise damaged(f"{shown(name)} is not a part of a lock", name)
+    policy = get(data, "policy", str)
+    try:
+        get_policy(policy or "float32")
+    except ValueError as error:
+        raise damaged(f"policy = {shown(policy)}: {str(error).rstrip('.')}", "policy") from error
     dtypes = {
-        title: {path: get(get(data, title, dict), path, str, f"{title}.") for path in of}
+        title: {path: get(of, path, str, title) for path in of}
         for title in ("arguments", "results")
         for of in [get(data, title, dict)]
     }
     operations: dict[str, dict[str, dict[str, int]]] = {}
     for pattern in (modules := get(data, "module", dict)):
-        where = f"module.{pattern!r}."
-        table = get(modules, pattern, dict, "module.")
-        rows = {key: words(of, last, where) for key, of, last in _leaves(table)}
-        for module in expanded(pattern):
+        table = get(modules, pattern, dict, "module")
+        rows = {
+            ".".join(path): words(of, path[-1], "module", pattern, *path[:-1])
+            for path, of in _leaves(table)
+        }
+        try:
+            names = expanded(pattern, MODULES - len(operations))
+        except ValueError as error:
+            raise damaged(f"module.{shown(pattern)}: {error}", pattern) from error
+        for module in names:
             if module in operations:
-                raise damaged(f"the module {module!r} is in it twice")
+                raise damaged(f"the module {shown(module)} is in it twice", pattern)
             operations[module] = rows
     return Lock(
-        policy=get(data, "policy", str),
-        scaling=tuple(words(data, "loss_scaling", "")),
+        policy=policy,
+        scaling=tuple(words(data, "loss_scaling")),
         arguments=dtypes["arguments"],
         results=dtypes["results"],
         operations=operations,
     )
 
 
-def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yields the dotted keys of a table, each with the table that holds it, and its key there."""
+def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Yields the paths of values, of one or two keys, each with the table that holds it."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", value, inner) for inner in value)
+            yield from (((key, inner), value) for inner in value)
         else:
-            yield key, table, key
+            yield (key,), table
 
 
 def in_words(counts: Mapping[str, int]) -> list[str]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from jaxmp._printable import shown
+
 _LAYER = re.compile(r"((?<=[_/])(?:0|[1-9]\d*)(?!\d))")
 _BRACES = re.compile(r"\{(\d[\d,-]*)\}")
+# Longer numbers would be beyond the 63 bits that `len` of a range takes.
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+# The most characters of a path.
+_LONGEST = 1_000
 
 
 def compressed(paths: Iterable[str]) -> list[str]:
@@ -30,16 +37,27 @@ def compressed(paths: Iterable[str]) -> list[str]:
     return sorted(found, key=natural)
 
 
-def expanded(pattern: str) -> Iterator[str]:
-    """Yields the paths that a pattern stands for.
+def expanded(pattern: str, most: int) -> list[str]:
+    """Returns the paths that a pattern stands for, which are counted before any is written out.
+
+    Raises:
+      ValueError: if they are more than `most`, or a range is not one.
 
     Example:
-      >>> list(expanded("h_{0-1}/q_{2,4}"))
+      >>> expanded("h_{0-1}/q_{2,4}", most=10)
       ['h_0/q_2', 'h_0/q_4', 'h_1/q_2', 'h_1/q_4']
     """
     parts = _BRACES.split(pattern)
-    choices = [list(_numbers(p)) if i % 2 else [p] for i, p in enumerate(parts)]
-    yield from map("".join, itertools.product(*choices))
+    if sum(map(len, parts[::2])) > _LONGEST:
+        raise ValueError(f"it has more than {_LONGEST:,} characters")
+    ranges = [_ranges(part) for part in parts[1::2]]
+    if math.prod(sum(map(len, each)) for each in ranges) > most:
+        raise ValueError(f"it stands for more than {most:,} modules")
+    choices = [
+        [str(n) for each in ranges[i // 2] for n in each] if i % 2 else [part]
+        for i, part in enumerate(parts)
+    ]
+    return list(map("".join, itertools.product(*choices)))
 
 
 def natural(path: str) -> list[tuple[bool, int, str]]:
@@ -76,7 +94,14 @@ def _range(numbers: list[int]) -> str:
     return f"{{{','.join(str(r[0]) if len(r) == 1 else f'{r[0]}-{r[-1]}' for r in runs)}}}"
 
 
-def _numbers(ranges: str) -> Iterator[str]:
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        yield from map(str, range(int(first), int(last or first) + 1))
+def _ranges(text: str) -> list[range]:
+    """Reads ``0-2,10``."""
+    found = []
+    for part in text.split(","):
+        if (match := _RANGE.fullmatch(part)) is None:
+            raise ValueError(f"{shown(part)} is not a range of layer numbers")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {part} ends before it starts")
+        found.append(range(first, last + 1))
+    return found

@@ -26,6 +26,7 @@ from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
 from jaxmp._jaxprs.source import level_of_user
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
+from jaxmp._printable import printable
 from jaxmp.policy import Policy, PolicyMap, key_matches
 
 # The share of the products' FLOPs above which layers that stay float32 are warned about: the
@@ -181,7 +182,7 @@ class Overrides:
         """Warns once about the same layers."""
         if frozenset(paths) not in self._warned:
             self._warned.add(frozenset(paths))
-            shown = ", ".join(paths[:5]) + ", …" * (len(paths) > 5)
+            shown = printable(", ".join(paths[:5])) + ", …" * (len(paths) > 5)
             warnings.warn(f"{fact}: {shown}. {remedy}", stacklevel=level_of_user())
 
     def output(self, out: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxmp._numerics.matching import matched
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Refs, Site, SurveyedProgram, running_order
-from jaxmp._screen import Report, listed, markdown, one_a_place, plain
+from jaxmp._screen import Printed, Report, listed, markdown, one_a_place, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, times the binary logarithm of the number of operations that lead there. Roundings average
@@ -32,7 +32,7 @@ _SUMS = flagged(Flag.SUMMING)
 
 
 @dataclasses.dataclass(frozen=True)
-class Divergence:
+class Divergence(Printed):
     """A difference between two runs that rounding does not explain.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Numbers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class Pair(Printed):
     """A site of both runs. Relative differences are of the greater of two magnitudes.
 
     Attributes:

@@ -19,7 +19,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._screen import listed, one_a_place
+from jaxmp._screen import Printed, listed, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
 # If more than this share of values, or of a norm, is lost, it is worth a line.
@@ -29,7 +29,7 @@ _BOUNDS = 1.0, 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class Fault(Printed):
     """An operation that made a non-finite value from finite ones.
 
     Attributes:

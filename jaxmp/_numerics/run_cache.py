@@ -15,8 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._files import DamagedError, parse_json, read_text, replace_file
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._printable import printable, shown
+
+# The most bytes of a file: a run of a million steps has some 50 MB.
+_LARGEST = 2**27
 
 T = TypeVar("T")
 
@@ -42,9 +47,11 @@ class RunCache:
         if path is None or not path.exists():
             return None
         try:
-            return read(json.loads(path.read_text(encoding="utf-8"))["result"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"{self._tool}: {path} is damaged ({error!r}): {name} is made again."
+            return read(parse_json(read_text(path, _LARGEST))["result"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = printable(str(error) if isinstance(error, DamagedError) else shown(error, 300))
+            shown_path = printable(str(path))
+            message = f"{self._tool}: {shown_path} is damaged ({why}): {name} is made again."
             warnings.warn(message, stacklevel=2)
             return None
 
@@ -53,9 +60,13 @@ class RunCache:
         path = self._path(name, made_by)
         if path is None:
             return
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        new.write_text(json.dumps({"made_by": made_by, "result": result}), encoding="utf-8")
-        new.replace(path)
+        text = json.dumps({"made_by": made_by, "result": result})
+        try:
+            replace_file(path, text)
+        except (DamagedError, OSError) as error:
+            raise ValueError(
+                f"{self._tool}: cannot write {printable(str(path))}: {error}"
+            ) from error
 
     def _path(self, name: str, made_by: Any) -> Path | None:
         if self.folder is None:

@@ -19,6 +19,7 @@ from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.walk import Place
+from jaxmp._screen import Printed
 from jaxmp.policy import key_matches
 
 _UNMEASURED = flagged(Flag.UNMEASURED)
@@ -51,7 +52,7 @@ class Carry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class Site(Printed):
     """An operation whose result is measured, or an argument of the program.
 
     Attributes:

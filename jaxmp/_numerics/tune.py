@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from flax import nnx
 from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
 from jaxmp._autocast.regions import check_callable
+from jaxmp._files import DamagedError
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.arguments import check_positional, check_progress, mismatch
 from jaxmp._numerics.run_cache import RunCache, bytes_of, digest, text_of
@@ -277,13 +279,23 @@ def _scores(
     for i, batch in enumerate(batches):
         if kept.folder is not None:
             made_by = digest([common.encode(), *bytes_of(batch)])
-        scores = kept.get(f"batch {i}", made_by, np.asarray)
+        scores = kept.get(f"batch {i}", made_by, functools.partial(_read_scores, scorer))
         if scores is None:
             say(f"tune: scoring batch {i + 1} of {len(batches)}")
             scores = scorer(batch, i)
             kept.put(f"batch {i}", made_by, scores.tolist())
         found.append(scores)
     return np.asarray(np.mean(found, axis=0))
+
+
+def _read_scores(scorer: Scorer, value: Any) -> np.ndarray[Any, Any]:
+    scores, shape = (
+        np.asarray(value, np.float64),
+        (len(scorer.ways), len(next(iter(scorer.ways.values())))),
+    )
+    if scores.shape != shape:
+        raise DamagedError(f"it has scores of shape {scores.shape}, not {shape}")
+    return scores
 
 
 def _verifier(

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp._files import DamagedError
 from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.arguments import mismatch
 from jaxmp._numerics.run_cache import bytes_of, digest, text_of
+from jaxmp._printable import shown
 
 _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need not wait for each
 # A scale of 2^60, the largest that makes sense, is down at 1 after 60 overflows.
@@ -27,6 +29,22 @@ _KEPT: Final = ("loss", "grad_norm", "loss_scale", "finite")
 _BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
 _NEVER: Final = {"loss_scale"}
 
+
+# The types of a run's fields, and of the items of those that are series.
+_NUMBERS: Final = (float, int)
+_TYPES: Final = {
+    "label": (str,),
+    "seed": (int,),
+    "perturbation": (int,),
+    "losses": _NUMBERS,
+    "grad_norms": _NUMBERS,
+    "loss_scales": _NUMBERS,
+    "finite": (bool,),
+    "final": _NUMBERS,
+    "held_out": (bool,),
+    "data": (int,),
+}
+_SERIES: Final = {"losses", "grad_norms", "loss_scales", "finite", "data"}
 
 # The state, step, and `evaluate` if there is one.
 Made = tuple[Any, Callable[..., Any], Callable[..., Any] | None]
@@ -92,7 +110,16 @@ class Run:
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
-        return cls(**fields)
+        run = cls(**fields)
+        for name, kinds in _TYPES.items():
+            value = fields[name]
+            items = value if name in _SERIES else (value,)
+            if not isinstance(items, tuple) or not all(type(item) in kinds for item in items):
+                raise DamagedError(f"{name} is {shown(value)}")
+        for name in ("grad_norms", "loss_scales", "finite"):
+            if len(fields[name]) not in (0, len(run.losses)):
+                raise DamagedError(f"{name} has {len(fields[name])} of {len(run.losses)} steps")
+        return run
 
     def same_as(self, other: Run) -> bool:
         """Returns whether both runs have the same losses, to the bit."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmp._printable import shown
 from jaxmp.devices import chips, describe
 from jaxmp.dtypes import compute_capability, default_device, did_you_mean
 
@@ -103,7 +104,7 @@ def chip_named(name: str) -> Chip:
     known = chips()
     if name not in known:
         raise ValueError(
-            f"chip_named: unknown chip {name!r}{did_you_mean(name, known)}; the chips are "
+            f"chip_named: unknown chip {shown(name)}{did_you_mean(name, known)}; the chips are "
             f"{', '.join(known)}"
         )
     chip = known[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._printable import shown
 from jaxmp.devices import chips
 from jaxmp.dtypes import did_you_mean
 
@@ -73,13 +74,15 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
       (16, 16, 197)
     """
     if not isinstance(spec, str):
-        raise TypeError(f"{function}: target must be a string such as 'gpu-h100:8'; got {spec!r}.")
+        raise TypeError(
+            f"{function}: target must be a string such as 'gpu-h100:8'; got {shown(spec)}."
+        )
     name, _, shape = spec.partition(":")
     chip = chips().get(name)
     if chip is None:
         near = did_you_mean(name.lower(), chip_names())
         raise ValueError(
-            f"{function}: unknown target {spec!r}{near}; the chips are "
+            f"{function}: unknown target {shown(spec)}{near}; the chips are "
             f"{', '.join(chip_names())}, with a topology or a number of GPUs after a colon, as in "
             "'tpu-v5e:4x4' and 'gpu-h100:8'."
         )
@@ -88,7 +91,8 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
         sizes = topology.split("x")
         if not all(size.isdecimal() and int(size) for size in sizes):
             raise ValueError(
-                f"{function}: cannot read the topology {shape!r} of {spec!r}; write it as in "
+                f"{function}: cannot read the topology {shown(shape)} of "
+                f"{shown(spec)}; write it as in "
                 f"'{name}:{chip['default_topology']}'."
             )
         per_chip = chip["devices_per_chip"]
@@ -107,7 +111,8 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
         )
     if shape and not (shape.isdecimal() and int(shape)):
         raise ValueError(
-            f"{function}: {spec!r} should end in a number of GPUs, as in '{name}:8'; got {shape!r}."
+            f"{function}: {shown(spec)} should end in a number of GPUs, "
+            f"as in '{name}:8'; got {shown(shape)}."
         )
     count = int(shape or 1)
     return Target(

@@ -76,8 +76,11 @@ def test_what_is_no_lock_is_refused_and_left_as_it_is(run, tmp_path):
     for text, said in (
         ("[project]\nname = 'x'\n", "is not a precision lock of jaxmp"),
         ("<<<<<<< HEAD\nprecision_lock = 1\n", "cannot read .*precision.lock: Invalid"),
-        ("precision_lock = 1\nmodule = 3\n", "is damaged: module = 3 must be a dict"),
-        ("precision_lock = 1\n[module.a]\nsaved = [3]\n", "is damaged: module.'a'.saved has 3"),
+        ("precision_lock = 1\nmodule = 3\n", "is damaged in line 2: module = 3 must be a dict"),
+        (
+            "precision_lock = 1\n[module.a]\nsaved = [3]\n",
+            "damaged in line 3: module.a.saved has 3",
+        ),
         ("precision_lock = 1\n[arguments]\n0 = 3\n", "arguments.0 = 3 must be a str"),
         ("precision_lock = 1\nother = 3\n", "'other' is not a part of a lock"),
         ('precision_lock = 1\n[module."a_{0-1}"]\n[module.a_1]\n', "'a_1' is in it twice"),

@@ -1,0 +1,45 @@
+"""Text of strangers, made fit to print: names in files, module names, what a caller passed.
+
+A terminal obeys escape codes, and characters that override the direction of text hide what is
+written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["printable", "shown"]
+
+
+def printable(text: str) -> str:
+    r"""Escapes all characters that are not printable, but for line breaks, as `repr` does.
+
+    Those are control characters, overrides of the direction of text, characters without a width,
+    and spaces other than the common one.
+
+    Example:
+      >>> print(printable("encoder\x1b[31m/\u202elayer"))
+      encoder\x1b[31m/\u202elayer
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """Returns the `repr` of a value in one line, cut to `most` characters.
+
+    Example:
+      >>> shown("ab"), shown("a" * 10**6, most=10)
+      ("'ab'", "'aaaaaaaa…")
+    """
+    if isinstance(value, str) and len(value) > most:  # a repr of megabytes is not made
+        value = value[: most + 1]
+    elif isinstance(value, int) and abs(value) >= 10**most:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = " ".join(repr(value).split(" ")).replace("\n", " ")
+    except ValueError:  # an integer inside has more digits than Python prints
+        text = f"a {type(value).__name__}"
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
