@@ -86,7 +86,9 @@ def master_weights(
 
     * by default a float32 copy of the parameters (the masters) is in the optimizer state, and
       `optax.apply_updates` stores exactly `masters.astype(param.dtype)` at every step (zeros may
-      differ in sign). After changing parameters by hand, call `init` again;
+      differ in sign). A parameter that its master does not round to has been replaced, by a
+      pretrained one, an average or a clipped one: the master is then the parameter, element by
+      element, which reads nothing that a step does not read anyway;
     * with `remainder` the state has only the 16 bits of a master that its bfloat16 parameter lacks
       (`jaxmp.tree.split_float32`): 4 bytes a parameter and not 6, and masters that are to the bit
       those of float32 training. `state.masters(params)` returns them;
@@ -162,6 +164,7 @@ def master_weights(
                 "master_weights: update needs the parameters that it updates; "
                 "call tx.update(grads, state, params)."
             )
+        _check_replaced(params, state)
         full = _in_float32(params, state)
         grads = widen_floating(updates)
         updates, inner_state = update_inner(
@@ -212,9 +215,40 @@ def _in_float32(params: Any, state: Any) -> Any:
         return state.masters(params)
     if isinstance(state, MasterWeightsState):
         return jax.tree.map(
-            lambda p, f, m: m if _has_16_bits(p) else f, params, full, state.masters
+            lambda p, f, m: _current(p, f, m) if _has_16_bits(p) else f, params, full, state.masters
         )
     return full
+
+
+def _current(param: Any, full: jax.Array, master: jax.Array) -> jax.Array:
+    """Returns the master; the parameter, in float32, where the master does not round to it."""
+    # By the bits: XLA may compare what has not been rounded.
+    stored, expected = (
+        lax.bitcast_convert_type(x, jnp.uint16) for x in (param, master.astype(param.dtype))
+    )
+    both_zero = (stored | expected) & 0x7FFF == 0
+    both_nan = (full != full) & (master != master)  # noqa: PLR0124
+    return jnp.where((stored == expected) | both_zero | both_nan, master, full)
+
+
+def _check_replaced(params: Any, state: Any) -> None:
+    """Raises if parameters have other dtypes or shapes than those that the state is of."""
+    copies = getattr(state, "remainders", getattr(state, "masters", None))
+    if copies is None:
+        return
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    copied = dict(jax.tree_util.tree_leaves_with_path(copies, is_leaf=is_masked))
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        copy = copied.get(path)
+        shape = None if copy is None or is_masked(copy) else np.shape(copy)
+        if _has_16_bits(param) == (shape is not None) and shape in (None, np.shape(param)):
+            continue
+        was = f"a 16-bit one of shape {shape}" if shape is not None else "not one of 16 bits"
+        raise ValueError(
+            f"master_weights: the parameter at {show(path)} is {getattr(param, 'dtype', None)} of "
+            f"shape {np.shape(param)}, and was {was} at init: give the replaced parameters the "
+            "dtypes and shapes of those before, or call init again."
+        )
 
 
 def _warn_if_useless(params: Any) -> None:
@@ -263,7 +297,12 @@ def _remainder(stored: Any, master: jax.Array) -> Any:
 
 
 def _joined(param: Any, remainder: Any) -> Any:
-    return join_float32(param, remainder) if _has_16_bits(param) else param
+    if not _has_16_bits(param):
+        return param
+    # Infinities have no remainder, and no number that is rounded up becomes 0: it was replaced.
+    magnitude = lax.bitcast_convert_type(param, jnp.uint16) & 0x7FFF
+    is_of_another = (magnitude == 0x7F80) | ((magnitude == 0) & (remainder > 0x8000))
+    return join_float32(param, jnp.where(is_of_another, jnp.uint16(0), remainder))
 
 
 def _rounded(param: Any, value: Any, key: jax.Array) -> Any:

@@ -276,6 +276,94 @@ def test_nan_and_infinity_are_stored_as_such(dtype, kind):
             np.testing.assert_array_equal(state.masters(stored), want)
 
 
+# Parameters that were replaced.
+
+
+@pytest.mark.parametrize("kind", ["masters", "remainder"])
+@pytest.mark.parametrize("jit", [False, True], ids=("eager", "jit"))
+def test_a_replaced_parameter_is_kept_and_the_others_masters_too(kind, jit):
+    """The next step would write the masters of the old ones back."""
+    rng = np.random.default_rng(0)
+    dtypes = HALVES if kind == "masters" else HALVES[:1]
+    for dtype in dtypes:
+        tx = master_weights(optax.identity(), **KINDS[kind])
+        params = jnp.asarray(rng.normal(size=2000), dtype)
+        grads = [jnp.asarray(rng.normal(size=2000) * 1e-3, jnp.float32)] * 3
+        *_, (params, state) = take_steps(tx, params, grads, jit)
+
+        old = state.masters(params) if kind == "remainder" else state.masters
+        new = np.asarray(params).copy()
+        new[::2] = rng.normal(size=1000).astype(dtype)
+        edges = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 6e-8, -6e-8, 1.0], dtype)
+        new[::2][: 50 * len(edges)] = np.tile(edges, 50)
+        step = jax.jit(tx.update) if jit else tx.update
+        updates, state = step(jnp.zeros(2000), state, jnp.asarray(new))
+        stored = np.asarray(optax.apply_updates(jnp.asarray(new), updates))
+        np.testing.assert_array_equal(stored.astype(np.float32), new.astype(np.float32))
+        masters = state.masters(stored) if kind == "remainder" else state.masters
+        kept = np.asarray(new[1::2] == np.asarray(params)[1::2])
+        np.testing.assert_array_equal(np.asarray(masters)[1::2][kept], np.asarray(old)[1::2][kept])
+        rounded_masters = np.asarray(masters).astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(rounded_masters[::2], new[::2].astype(np.float32))
+
+
+@halves
+def test_a_master_is_stale_or_not_at_every_value_of_the_dtype(dtype):
+    """Every stored number with masters that round to it, up to the tie, and one beyond."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    stored = bits.view(dtype)
+    with np.errstate(all="ignore"):
+        masters = stored.astype(np.float32)
+        unit = np.abs(np.spacing(stored).astype(np.float32))
+        near = [masters, masters * np.float32(1 + 2**-13), masters - unit / 4, masters + unit * 2]
+    for each in near:
+        each = np.where(np.abs(each) < 1.2e-38, np.float32(0), each)
+        state = MasterWeightsState(jnp.asarray(each), optax.EmptyState())
+        _, state = jax.jit(TX_IDENTITY.update)(jnp.zeros(2**16), state, jnp.asarray(stored))
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounds = each.astype(dtype)
+        same = (rounds == stored) | (np.isnan(rounds) & np.isnan(stored))
+        # Below, the difference that an update is may be subnormal; above, masters are clipped.
+        usual = ~(np.abs(masters) < 1e-33) | (dtype == jnp.float16)
+        usual &= ~(np.abs(each) > float(jnp.finfo(dtype).max)) | np.isinf(each)
+        want = np.where(same, each, masters)[usual]
+        np.testing.assert_array_equal(np.asarray(state.masters)[usual], want)
+
+
+def test_replaced_parameters_on_devices_and_with_donation():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put(jnp.ones(64, jnp.bfloat16), sharding)
+    tx = master_weights(optax.sgd(0.0))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    params, state = donating(params, jax.jit(tx.init)(params))
+    params, state = donating(params * 3, state)
+    np.testing.assert_array_equal(params, 3.0)
+    np.testing.assert_array_equal(state.masters, 3.0)
+    assert state.masters.sharding.is_equivalent_to(sharding, 1)
+
+
+def test_replaced_parameters_of_another_dtype_or_shape_are_refused():
+    params = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4)}
+    for options in ({}, {"remainder": True}):
+        tx = master_weights(optax.sgd(0.1), **options)
+        state = tx.init(params)
+        for name, leaf, said in (
+            ("w", jnp.ones(4), r"\['w'\] is float32 .*was a 16-bit one of shape \(4,\) at init"),
+            ("w", jnp.ones(3, jnp.bfloat16), r"\['w'\] is bfloat16 of shape \(3,\), and was"),
+            ("b", jnp.ones(4, jnp.bfloat16), r"\['b'\] is bfloat16 .* was not one of 16 bits"),
+        ):
+            new = {**params, name: leaf}
+            with pytest.raises(ValueError, match=rf"master_weights: the parameter at {said}"):
+                tx.update(new, state, new)
+
+
 # Stochastic rounding.
 
 
