@@ -20,7 +20,8 @@ def keep_float32(*keys: str | type, policy: PolicyLike) -> PolicyMap:
 
     Args:
       *keys: Path patterns and module classes, as in `PolicyMap`.
-      policy: The policy of the others. The keys go before those of a `PolicyMap`. Its `residuals`
+      policy: The policy of the others. The keys go before those of a `PolicyMap`, and
+        replace equal ones. Its `residuals`
         hold for all.
 
     Example:
@@ -32,5 +33,6 @@ def keep_float32(*keys: str | type, policy: PolicyLike) -> PolicyMap:
     exact = dataclasses.replace(get_policy("float32"), residuals=default.residuals)
     float32 = [(key, exact) for key in keys]
     if isinstance(resolved, PolicyMap):
-        return PolicyMap((*float32, *resolved.overrides), default=resolved.default)
+        others = [pair for pair in resolved.overrides if pair[0] not in keys]
+        return PolicyMap((*float32, *others), default=resolved.default)
     return PolicyMap(tuple(float32), default=resolved)

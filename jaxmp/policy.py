@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar, cast, overload
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 # The most characters of a pattern.
 _LONGEST = 1_000
+_WILD = re.compile(r"[*?[]")
 # The functions that take a policy, but not a function with arguments.
 _OF_MODULES = ("get_policy", "wrap", "prepare", "PolicyMap", "TrainState.create")
 
@@ -175,7 +177,8 @@ class PolicyMap:
     returns the `output_dtype` of its own policy, and a float32 module passes on float32.
 
     Maps are immutable, hashable and comparable, and picklable if their classes are. `jaxmp.wrap`
-    takes them, and raises if a pattern matches no module; paths are relative to the wrapped module.
+    takes them, and raises if a pattern matches no module, or only those that keys before it match;
+    paths are relative to the wrapped module.
 
     Attributes:
       overrides: A mapping from patterns and classes to policies (or what `get_policy` reads as
@@ -183,7 +186,8 @@ class PolicyMap:
       default: The policy, or what `get_policy` reads as one, of the modules no key matches.
 
     Raises:
-      ValueError: If a pattern is empty or has an empty component, or a policy cannot be read.
+      ValueError: If a pattern is empty or has an empty component, a policy cannot be read, or a key
+        has no effect, since one before it matches all that it does.
       TypeError: If `overrides` is not a mapping, or a key is neither a string nor a class.
 
     Example:
@@ -207,6 +211,10 @@ class PolicyMap:
         for key, _ in pairs:
             _check_key(key)
         read = tuple((key, single_policy("PolicyMap", policy)) for key, policy in pairs)
+        for i, (key, policy) in enumerate(read):
+            for before, other in read[:i]:
+                if policy != other and _covers(before, key):
+                    raise ValueError(f"PolicyMap: {shadowed(key, [before])}")
         object.__setattr__(self, "overrides", read)
         object.__setattr__(self, "default", single_policy("PolicyMap: default", self.default))
 
@@ -221,6 +229,14 @@ class PolicyMap:
             if key_matches(key, path, module_class):
                 return cast("Policy", policy)
         return None
+
+    def keys_of(
+        self, path: Sequence[str] | None, module_class: type | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the keys that match a module: those with its policy, and those without effect."""
+        matching = [pair for pair in self.overrides if key_matches(pair[0], path, module_class)]
+        in_force = [key for key, policy in matching if policy == matching[0][1]]
+        return in_force, [key for key, policy in matching if policy != matching[0][1]]
 
     def __repr__(self) -> str:
         names = {k if isinstance(k, str) else k.__name__: str(v) for k, v in self.overrides}
@@ -241,6 +257,25 @@ def key_matches(
     if isinstance(key, type):
         return module_class is not None and issubclass(module_class, key)
     return path is not None and _glob(tuple(key.split("/")), tuple(path))
+
+
+def shadowed(key: str | type, before: Iterable[str | type]) -> str:
+    """Says that a key of a map has no effect, for those before it."""
+    name, *names = (shown(k) if isinstance(k, str) else k.__name__ for k in (key, *before))
+    return (
+        f"the key {name} would have no effect: {' and '.join(names)}, before it, matches every "
+        "module that it does, and the first match counts. Put it first, or leave it out."
+    )
+
+
+def _covers(key: str | type, other: str | type) -> bool:
+    """Returns whether a key is known to match whatever another one matches."""
+    if isinstance(key, type) or isinstance(other, type):
+        classes = isinstance(key, type) and isinstance(other, type)
+        return classes and issubclass(other, key)  # type: ignore[arg-type]
+    if key in ("**", other) or (key.endswith("/**") and other.startswith(key[:-2])):
+        return not _WILD.search(key.removesuffix("**")) or key == other
+    return not _WILD.search(other) and key_matches(key, other.split("/"))
 
 
 @functools.lru_cache(maxsize=4096)

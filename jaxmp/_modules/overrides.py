@@ -27,7 +27,7 @@ from jaxmp._autocast.transform import is_identity
 from jaxmp._jaxprs.source import level_of_user
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._printable import printable
-from jaxmp.policy import Policy, PolicyMap, key_matches
+from jaxmp.policy import Policy, PolicyMap, shadowed
 
 # The share of the products' FLOPs above which layers that stay float32 are warned about: the
 # least at which a model is noticeably slower for it.
@@ -195,7 +195,7 @@ class Overrides:
         )
 
     def check(self, modules: Iterable[Found], structure: Hashable = None, *, whole: bool) -> None:
-        """Raises if a key has never matched any module.
+        """Raises if a key has never matched any module, or only those that others match before.
 
         Args:
           modules: the modules found.
@@ -208,13 +208,16 @@ class Overrides:
         if not self._unmatched[structure]:
             return
         found = list(modules)
-        unmatched = self._unmatched[structure] = frozenset(
-            key
-            for key in self._unmatched[structure]
-            if not any(key_matches(key, path, cls) for path, cls in found)
-        )
+        by_module = [self.map.keys_of(*module) for module in found]
+        in_force = {key for keys, _ in by_module for key in keys}
+        unmatched = self._unmatched[structure] = self._unmatched[structure] - in_force
         for key, _ in self.map.overrides:
-            if key in unmatched and (whole or isinstance(key, str)):
+            if key not in unmatched:
+                continue
+            before = {keys[0]: None for keys, others in by_module if key in others}
+            if before and whole:
+                raise ValueError(f"wrap: {shadowed(key, before)}")
+            if not before and (whole or isinstance(key, str)):
                 raise ValueError(_unmatched(key, found))
 
 

@@ -124,7 +124,10 @@ class Tuned(Report):
         for _, alike in merged(overrides, overrides.__getitem__, str, OF_LAYER):
             rest = {key: policy for key, policy in overrides.items() if key not in alike}
             shorter = {OF_LAYER.sub("*", alike[0]): overrides[alike[0]], **rest}
-            of_map = PolicyMap(shorter, default=default)
+            try:
+                of_map = PolicyMap(shorter, default=default)
+            except ValueError:  # the pattern would shadow a layer of another policy
+                continue
             if all(policy_for(of_map, path) == policy for path, policy in assigned.items()):
                 overrides = shorter
         return PolicyMap(dict(sorted(overrides.items())), default=default)

@@ -231,16 +231,19 @@ def _current(param: Any, full: jax.Array, master: jax.Array) -> jax.Array:
     return jnp.where((stored == expected) | both_zero | both_nan, master, full)
 
 
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
 def _check_replaced(params: Any, state: Any) -> None:
     """Raises if parameters have other dtypes or shapes than those that the state is of."""
     copies = getattr(state, "remainders", getattr(state, "masters", None))
     if copies is None:
         return
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    copied = dict(jax.tree_util.tree_leaves_with_path(copies, is_leaf=is_masked))
+    copied = dict(jax.tree_util.tree_leaves_with_path(copies, is_leaf=_is_masked))
     for path, param in jax.tree_util.tree_leaves_with_path(params):
         copy = copied.get(path)
-        shape = None if copy is None or is_masked(copy) else np.shape(copy)
+        shape = None if copy is None or _is_masked(copy) else np.shape(copy)
         if _has_16_bits(param) == (shape is not None) and shape in (None, np.shape(param)):
             continue
         was = f"a 16-bit one of shape {shape}" if shape is not None else "not one of 16 bits"

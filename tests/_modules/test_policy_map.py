@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxmp
 from jaxmp import PolicyMap
@@ -131,9 +132,8 @@ def test_a_layer_inside_a_block() -> None:
 
 def test_the_first_key_that_matches_wins_and_a_match_further_inside() -> None:
     general, special = ("encoder/*", "float32"), ("encoder/block_1", F16)
-    assert dtypes_by_block(mapped(dict([general, special]))) == all_but(
-        encoder__block_0="float32", encoder__block_1="float32"
-    )
+    with pytest.raises(ValueError, match="'encoder/block_1' would have no effect"):
+        mapped(dict([general, special]))
     assert dtypes_by_block(mapped(dict([special, general]))) == all_but(
         encoder__block_0="float32", encoder__block_1="float16"
     )
@@ -545,6 +545,59 @@ def test_overrides_that_cannot_be_read() -> None:
     ]:
         with case(overrides), pytest.raises(error, match=message):
             PolicyMap(overrides, default=BF16)
+
+
+def test_a_key_that_keys_before_it_shadow_is_refused() -> None:
+    """Like a typo: the policy would silently not apply."""
+    at_construction: list[tuple[Any, str]] = [
+        ({"**": BF16, "head": "float32"}, "'head' would have no effect: '\\*\\*', before it"),
+        ({"encoder/**": BF16, "encoder": "float32"}, "'encoder'"),
+        ({"encoder/**": BF16, "encoder/block_*": "float32"}, r"'encoder/block_\*'"),
+        ({"block_*": BF16, "block_0": "float32"}, "'block_0'"),
+        ({"*": BF16, "head": "float32"}, "'head'"),
+        ({nn.Module: BF16, nn.Dense: "float32"}, "key Dense would have no effect: Module,"),
+    ]
+    for overrides, message in at_construction:
+        with case(overrides), pytest.raises(ValueError, match=f"PolicyMap: .*{message}.*first"):
+            PolicyMap(overrides, default=BF16)
+    x = jnp.ones((2, 4))
+    of_linen = nn.Sequential([nn.Dense(4), nn.Dense(4)])
+    of_nnx = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
+    for overrides in ({"layers_*": F16, "layers_[01]": BF16}, {"**": F16, nn.Dense: BF16}):
+        wrapped = jaxmp.wrap(of_linen, PolicyMap(overrides, default=BF16))
+        variables = of_linen.init(jax.random.key(0), x)
+        with (
+            case(overrides),
+            pytest.raises(ValueError, match=r"wrap: the key .* would have no effe"),
+        ):
+            wrapped.apply(variables, x)
+    by_index: list[dict[Any, Any]] = [
+        {"layers/*": F16, "layers/[01]": BF16},
+        {"**": F16, nnx.Linear: BF16},
+    ]
+    for overrides in by_index:
+        with (
+            case(overrides),
+            pytest.raises(ValueError, match=r"wrap: the key .* would have no effe"),
+        ):
+            jaxmp.wrap(of_nnx, PolicyMap(overrides, default=BF16))
+
+
+def test_a_key_that_has_an_effect_somewhere_or_means_the_same_is_accepted() -> None:
+    x = jnp.ones((2, 4))
+    model = nn.Sequential([nn.Dense(4), nn.Dense(4)])
+    variables = model.init(jax.random.key(0), x)
+    accepted: list[dict[Any, Any]] = [
+        {"layers_0": F16, "**": BF16},
+        {"layers_0": F16, "layers_*": "float32"},
+        {"**": F16, "layers_0": F16},
+        {"layers_0": F16, nn.Dense: "float32"},
+        {"layers_?": F16, "**/layers_*": F16},
+        {nn.Dense: F16, nn.Module: BF16},
+    ]
+    for overrides in accepted:
+        with case(overrides):
+            jaxmp.wrap(model, PolicyMap(overrides, default=BF16)).apply(variables, x)
 
 
 def test_a_map_is_for_modules() -> None:
