@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -37,6 +38,14 @@ __all__ = ["StoredState", "store_state"]
 _DTYPES: Final = ("bfloat16", "int8", "float8_e4m3fn")
 # bitsandbytes' bound. Biases and scales of norms are below it, and are most sensitive.
 _SMALLEST: Final = 4096
+
+
+# The fields of optax's states that are sums of gradients, or parameters and differences of them.
+_SUMS: Final = {
+    *("acc_grads", "grad_acc", "avg_grad", "mean_grads", "grad_sum", "cumulative_gradients", "s"),
+    *("z", "x0", "params0", "init_params", "init_particles", "cache", "params", "updates"),
+    *("diff_params_memory", "diff_updates_memory"),
+}
 
 
 class StoredState(NamedTuple):
@@ -129,9 +138,10 @@ def store_state(
 
     No number but 0 becomes 0, as Adam divides by it. A NaN or an infinity makes its block NaN.
 
-    Transformations that keep parameters or sums of gradients, instead of moments, belong around it
-    and not inside: `optax.MultiSteps(store_state(tx, dtype), n)`, `optax.contrib.schedule_free` and
-    the like lose more than moments do. `inner` sees parameters and gradients of 16 bits as float32,
+    Sums of gradients and copies of parameters, which would lose more than moments do, stay float32:
+    those of `optax.MultiSteps`, `optax.apply_every`, `optax.lbfgs` and of optax.contrib, such as
+    `schedule_free`'s z. A transformation of your own that has them belongs around it:
+    `my_sums(store_state(tx, dtype))`. `inner` sees parameters and gradients of 16 bits as float32,
     and the updates are float32.
 
     Arrays keep their shapes and the state of `inner` its structure, so that it is sharded as the
@@ -155,6 +165,9 @@ def store_state(
       ValueError: If the dtype is none of these, or `block_size` or `shards` below 1; from `init`,
         if `master_weights` is inside; from `update`, if the state was stored in another dtype, is
         not stored at all, or is corrupted.
+
+    Warns:
+      UserWarning: From `init`, if no array is stored: then it changes nothing.
 
     Example:
       >>> params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
@@ -183,12 +196,15 @@ def store_state(
 
         leaves, treedef = jax.tree.flatten(inner_state)
         made: list[Any] = []
-        for x, leaf_key in zip(leaves, jax.tree.leaves(keys_of(leaves, now)), strict=True):
-            if _is_stored(x, stored_dtype, (*_DTYPES[:1], "float16", "float32")):
+        leaf_keys, kept = jax.tree.leaves(keys_of(leaves, now)), _kept(inner_state)
+        for x, leaf_key, is_kept in zip(leaves, leaf_keys, kept, strict=True):
+            if not is_kept and _is_stored(x, stored_dtype, (*_DTYPES[:1], "float16", "float32")):
                 blocks = block_count(x.shape[block_axis(x.shape)], block_size, shards)
                 made.append(encode(x.astype(jnp.float32), stored_dtype, blocks, leaf_key))
             else:
                 made.append(strong(x))
+        if jax.tree.leaves(params):
+            _warn_if_useless(made, stored_dtype)
         return _state(next_key, treedef, made)
 
     def update(
@@ -227,6 +243,33 @@ def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
     if x.size < _SMALLEST:
         return False
     return dtype == jnp.bfloat16 or x.shape[block_axis(x.shape)] >= SHORTEST
+
+
+def _kept(node: Any, is_kept: bool = False) -> list[bool]:  # noqa: FBT001, FBT002
+    """Returns for each leaf of a state whether it is in a sum or a copy that stays float32."""
+    if _is_of_optax(node):
+        fields = zip(node._fields, node, strict=True)
+        return [flag for name, x in fields for flag in _kept(x, is_kept or name in _SUMS)]
+    inside = jax.tree.leaves(node, is_leaf=_is_of_optax)
+    return [flag for x in inside for flag in (_kept(x, is_kept) if _is_of_optax(x) else [is_kept])]
+
+
+def _is_of_optax(node: Any) -> bool:
+    is_named = isinstance(node, tuple) and hasattr(node, "_fields")
+    return is_named and type(node).__module__.partition(".")[0] == "optax"
+
+
+def _warn_if_useless(made: list[Any], dtype: Any) -> None:
+    floats = [x for x in made if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+    if not any(isinstance(x, StoredArray) for x in made):
+        largest = max((x.size for x in floats), default=0)
+        warnings.warn(
+            f"store_state: no array of the optimizer's state is stored in {dtype}, so it changes "
+            f"nothing: arrays below {_SMALLEST} elements (the largest has {largest}) stay as they "
+            f"are, in 8 bits also those without an axis of {SHORTEST} for blocks, and sums of "
+            "gradients and copies of parameters. Leave store_state out for this model.",
+            stacklevel=3,
+        )
 
 
 def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:
@@ -275,12 +318,20 @@ def _check_stored(state: StoredState, dtype: Any) -> None:
     """Raises unless the large arrays of a state are stored in a dtype, each with its scale."""
     fix = "tx.init(params).from_float32({}) stores it as this optimizer does."
     scales = list(state.scales)
-    for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state):
+    leaves = jax.tree_util.tree_leaves_with_path(state.inner_state)
+    for (path, x), is_kept in zip(leaves, _kept(state.inner_state), strict=True):
+        if is_kept and getattr(x, "dtype", None) != dtype:
+            continue
         if not _is_stored(x, dtype, (*_DTYPES, "float32")):
             continue
         where = f"store_state: the array at inner_state{jax.tree_util.keystr(path)} is"
         if x.dtype == jnp.float32:
             raise ValueError(f"{where} float32, and not stored; {fix.format('inner_state')}")
+        if is_kept:
+            raise ValueError(
+                f"{where} stored in {dtype}, and is a sum or a copy that stays float32; "
+                + fix.format("state.to_float32()")
+            )
         if x.dtype != dtype:
             raise ValueError(
                 f"{where} stored in {x.dtype}, and this optimizer stores {dtype}; "
