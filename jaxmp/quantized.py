@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._flax import AxisMetadata
 from jaxmp._jaxprs.scopes import DEQUANTIZE, EXACTLY
+from jaxmp._printable import shown
 
 __all__ = ["QuantizedArray", "is_quantized"]
 
@@ -162,6 +165,23 @@ class QuantizedArray(AxisMetadata[Any]):
                 "its dequantize()"
             )
         raise AttributeError(f"QuantizedArray has no {name!r}{hint}.")
+
+
+def _to_state_dict(weight: QuantizedArray) -> dict[str, Any]:
+    return {"values": weight.values, "scale": weight.scale}
+
+
+def _from_state_dict(weight: QuantizedArray, state: Any) -> QuantizedArray:
+    if not isinstance(state, Mapping) or state.keys() != {"values", "scale"}:
+        raise ValueError(
+            f"QuantizedArray: a weight in few bits has the state 'values' and 'scale', and got "
+            f"{shown(state if isinstance(state, Mapping) else _short(state))}: of a tree that was "
+            "not quantized? Restore into the tree as it was, and jaxmp.quantize it afterwards."
+        )
+    return QuantizedArray(state["values"], state["scale"], weight.dtype)
+
+
+serialization.register_serialization_state(QuantizedArray, _to_state_dict, _from_state_dict)
 
 
 def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Array:

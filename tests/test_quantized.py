@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp._jaxprs.scopes import EXACTLY
 from jaxmp.quantized import QuantizedArray, is_quantized
 
-from support import slow_when
+from support import assert_same, slow_when
 
 FORMATS = ("int8", "int4", "float8_e4m3fn")
 
@@ -270,3 +270,24 @@ def test_shards(tmp_path):
     assert q.scale.sharding.spec == P("a", None)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), q)
     assert_same_bits(roundtrip(tmp_path / "q", {"w": q}, {"w": like}), {"w": q})
+
+
+def test_flax_serialization_to_the_bit() -> None:
+    weight = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    for recipe in FORMATS:
+        tree = {"kernel": jaxmp.quantize(weight, recipe), "bias": jnp.ones(3)}
+        empty = jax.tree.map(jnp.zeros_like, tree)
+        for restored in (
+            serialization.from_bytes(empty, serialization.to_bytes(tree)),
+            serialization.from_state_dict(empty, serialization.to_state_dict(tree)),
+        ):
+            assert is_quantized(restored["kernel"])
+            assert_same(restored, tree)
+            assert_same(restored["kernel"].dequantize(), tree["kernel"].dequantize())
+
+
+def test_flax_serialization_of_a_tree_that_was_not_quantized_is_refused() -> None:
+    tree = {"kernel": jnp.ones((64, 64))}
+    message = r"QuantizedArray: .* 'values' and 'scale', and got 'float32\[64,64\]': of a tree"
+    with pytest.raises(ValueError, match=message):
+        serialization.from_bytes(jaxmp.quantize(tree, "int8"), serialization.to_bytes(tree))

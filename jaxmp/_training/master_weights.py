@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
 from jaxmp._training.gradients import show
+from jaxmp._training.key_data import first_key, next_key
 from jaxmp._training.opt_state import the_scaler
 from jaxmp.tree import (
     join_float32,
@@ -63,7 +64,7 @@ class StochasticRoundingState(NamedTuple):
     """State of `master_weights` with stochastic rounding.
 
     Attributes:
-      key: The PRNG key of the next step.
+      key: The data of the PRNG key of the next step, uint32[2].
       inner_state: The state of the inner transformation, initialized on float32 parameters.
     """
 
@@ -151,9 +152,7 @@ def master_weights(
             return RemainderState(jax.tree.map(_no_remainder, params), inner_state)
         if not stochastic_rounding:
             return MasterWeightsState(_masters(params, full), inner_state)
-        # A copy: a step that donates its state must not take the caller's key with it.
-        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
-        return StochasticRoundingState(first, inner_state)
+        return StochasticRoundingState(first_key(key), inner_state)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -172,10 +171,10 @@ def master_weights(
         )
         full = optax.apply_updates(full, updates)
         if stochastic_rounding:
-            next_key, now = jax.random.split(state.key)
+            following, now = next_key(state.key)
             full = jax.tree.map(_rounded, params, full, keys_of(params, now))
             finite = the_scaler("master_weights", inner_state).finite
-            next_key = select(finite, next_key, state.key)
+            following = select(finite, following, state.key)
         else:
             full = jax.tree.map(_within_range, params, full)
         masters = full
@@ -185,7 +184,7 @@ def master_weights(
             lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
         )
         if stochastic_rounding:
-            return updates, StochasticRoundingState(next_key, inner_state)
+            return updates, StochasticRoundingState(following, inner_state)
         if remainder:
             stored = optax.apply_updates(params, updates)
             return updates, RemainderState(jax.tree.map(_remainder, stored, masters), inner_state)

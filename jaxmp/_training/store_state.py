@@ -19,6 +19,7 @@ from jaxmp._training.checks import (
     update_inner,
 )
 from jaxmp._training.gradients import show, strong
+from jaxmp._training.key_data import first_key, next_key
 from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
@@ -52,7 +53,7 @@ class StoredState(NamedTuple):
     """State of `store_state`.
 
     Attributes:
-      key: The PRNG key of the next step.
+      key: The data of the PRNG key of the next step, uint32[2].
       scales: For 8 bits, float32[..., blocks, ...] for each array that is stored, in their order:
         the largest magnitudes of blocks of one axis (see `stored_array.StoredArray`).
       inner_state: The state of the transformation inside, its large float arrays in the dtype that
@@ -108,8 +109,8 @@ class StoredState(NamedTuple):
                     f"{jnp.shape(new)}, and that of this state {jnp.shape(old)}; give the state of "
                     "the same parameters."
                 )
-        next_key, now = jax.random.split(self.key)
-        return _encoded(self, inner_state, now)._replace(key=next_key)
+        following, now = next_key(self.key)
+        return _encoded(self, inner_state, now)._replace(key=following)
 
 
 def store_state(
@@ -191,8 +192,7 @@ def store_state(
         check_arrays("store_state", "the parameter", params)
         inner_state = wrapped.init(widen_floating(params))
         _check_inside(inner_state)
-        first = jax.random.key(key) if isinstance(key, int) else jnp.asarray(key)
-        next_key, now = jax.random.split(first)
+        following, now = next_key(first_key(key))
 
         leaves, treedef = jax.tree.flatten(inner_state)
         made: list[Any] = []
@@ -205,7 +205,7 @@ def store_state(
                 made.append(strong(x))
         if jax.tree.leaves(params):
             _warn_if_useless(made, stored_dtype)
-        return _state(next_key, treedef, made)
+        return _state(following, treedef, made)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -216,10 +216,10 @@ def store_state(
         updates, new = update_inner(
             "store_state", wrapped, grads, state.to_float32(), full, extra_args
         )
-        next_key, now = jax.random.split(state.key)
+        following, now = next_key(state.key)
         finite = the_scaler("store_state", new).finite
-        next_key = select(finite, next_key, state.key)
-        return updates, _encoded(state, new, now)._replace(key=next_key)
+        following = select(finite, following, state.key)
+        return updates, _encoded(state, new, now)._replace(key=following)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
@@ -224,3 +225,44 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(event, par
         assert manager.save(2, args=ocp.args.StandardSave(after))
         manager.wait_until_finished()
         assert_same(manager.restore(2, args=ocp.args.StandardRestore(like)), after)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: store_state(optax.adam(1e-2), "int8"),
+        lambda: store_state(optax.adam(1e-2), "bfloat16"),
+        lambda: store_state(optax.adam(1e-2), "int8", key=jax.random.key(3, impl="rbg")),
+        lambda: master_weights(optax.adam(1e-2), stochastic_rounding=True),
+        lambda: master_weights(store_state(dynamic_loss_scale(optax.adam(1e-2)), "int8")),
+    ],
+    ids=["int8", "bfloat16", "rbg", "stochastic rounding", "together"],
+)
+def test_flax_serialization_to_the_bit(make):
+    """A typed random key in a state cannot be converted to NumPy's: its data can."""
+    tx = make()
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    grads = {"w": jax.random.normal(jax.random.key(0), (64, 128))}
+    update = jax.jit(tx.update)
+    _, state = update(grads, tx.init(params), params)
+    for restored in (
+        serialization.from_bytes(tx.init(params), serialization.to_bytes(state)),
+        serialization.from_state_dict(tx.init(params), serialization.to_state_dict(state)),
+        pickle.loads(pickle.dumps(state)),
+    ):
+        assert_same(restored, state)
+        assert_same(update(grads, restored, params), update(grads, state, params))
+
+
+def test_a_state_with_a_typed_key_goes_on():
+    """As earlier versions made it, and as a user may put one in."""
+    for tx in (
+        store_state(optax.adam(1e-2), "int8"),
+        master_weights(optax.adam(1e-2), stochastic_rounding=True),
+    ):
+        params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+        state = tx.init(params)
+        typed = state._replace(key=jax.random.wrap_key_data(state.key))
+        updates, new = jax.jit(tx.update)(params, typed, params)
+        assert jnp.issubdtype(new.key.dtype, jax.dtypes.prng_key)
+        assert_same(updates, jax.jit(tx.update)(params, state, params)[0])

@@ -1,0 +1,39 @@
+"""Random keys in states, as plain numbers that every checkpoint format takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+
+def first_key(key: ArrayLike) -> jax.Array:
+    """Returns the data of a key, or of the key of a seed: a copy, which a step may donate."""
+    typed = jax.random.key(key) if isinstance(key, int) else jnp.asarray(key)
+    return jnp.array(_data(typed), copy=True)
+
+
+def next_key(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits a state's key into that of the next state, of the same kind, and a typed one to use.
+
+    A state that an earlier version of jaxmp made has a typed key, and keeps it.
+    """
+    is_typed = _is_typed(key)
+    following, now = jax.random.split(key if is_typed else _typed(key))
+    return (following if is_typed else _data(following)), now
+
+
+def _typed(data: jax.Array) -> jax.Array:
+    # Of 128 bits are the keys of rbg and of unsafe_rbg, and the one serves for the other.
+    impl = "threefry2x32" if data.shape == (2,) else "rbg"
+    return jax.random.wrap_key_data(data, impl=impl)
+
+
+def _data(key: jax.Array) -> jax.Array:
+    return jax.random.key_data(key) if _is_typed(key) else key
+
+
+def _is_typed(key: Any) -> bool:
+    return bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
