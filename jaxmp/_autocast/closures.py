@@ -10,12 +10,15 @@ planned: a forward and a backward pass for the whole program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import dtypes
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast import derivatives
 from jaxmp._autocast.annotations import keeps
@@ -25,10 +28,12 @@ from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planning import Pass
-from jaxmp._autocast.rule_calls import Call, ClosedOverError, call_of, trace_rule
+from jaxmp._autocast.provenance import PARAMETER
+from jaxmp._autocast.rule_calls import Call, ClosedOverError, Pattern, call_of, trace_rule
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import function_name, is_inexact, is_tracer
+from jaxmp._jaxprs.dataflow import forward, through
 from jaxmp._jaxprs.higher_order import inside
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
@@ -44,13 +49,46 @@ def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, Cu
             yield from custom_calls(called, looped=looped or scan)
 
 
-def closes_over(step: Step) -> bool:
-    """Returns whether the derivative rule of a step uses a traced value that is not an operand."""
+def perturbed(plan: Plan) -> dict[int, Pattern]:
+    """Returns the operands that JAX differentiates equations with respect to, by the equation's id.
+
+    They depend on parameters; on any operand, in a program that has no parameters.
+    """
+    found = defaultdict[int, set[int]](set)
+
+    def run(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+        return forward(jaxpr, ins, transfer, nothing=False)
+
+    def transfer(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
+        found[id(eqn)].update(i for i, active in enumerate(read) if active)
+        if not any(read) or eqn.primitive.name == "stop_gradient":
+            return [False] * len(eqn.outvars)
+        outs = through(eqn, read, run, operator.or_) or [True] * len(eqn.outvars)
+        return [x and is_inexact(var.aval) for x, var in zip(outs, eqn.outvars, strict=True)]
+
+    parameters = [v is not None and v.provenance == PARAMETER for v in plan.arguments]
+    run(plan.jaxpr, parameters if any(parameters) else [True] * len(parameters))
+    return {eqn: tuple(sorted(active)) for eqn, active in found.items()}
+
+
+def closing(plan: Plan) -> list[Step]:
+    """Returns the steps whose derivative rule uses a traced value that is not an operand.
+
+    Rules are traced for the operands that JAX differentiates with respect to, as far as can be
+    known before: where JAX refuses a pattern, the equation cannot be differentiated afterwards
+    (the stores of its transformed rules are emptied), and may be in the caches of JAX's jits.
+    """
+    active = perturbed(plan)
+    return [step for step, *_ in custom_calls(plan) if _closes_over(step, active)]
+
+
+def _closes_over(step: Step, perturbed: Mapping[int, Pattern]) -> bool:
     call, rules = call_of(step.eqn), step.plans[0].rules
+    active = tuple(i for i in call.active if i in perturbed.get(id(step.eqn), ())) or call.active
     [inner] = inside(step.eqn)
 
     def derivative(*args: Any) -> Any:
-        fn, primals = call.by(args, call.active), [args[i] for i in call.active]
+        fn, primals = call.by(args, active), [args[i] for i in active]
         if inner.rule == "custom_jvp":
             return jax.jvp(fn, primals, primals)[1]
         out, pullback = jax.vjp(fn, *primals)
@@ -79,10 +117,9 @@ def likely(plan: Plan) -> bool:
     when it is differentiated, by `ClosedOverError`.
     """
     if "closing" not in plan.built:
-        plan.built["closing"] = any(
-            compat.custom_rule(step.eqn).n_consts and closes_over(step)
-            for step, *_ in custom_calls(plan)
-        )
+        candidates = [s for s, *_ in custom_calls(plan) if compat.custom_rule(s.eqn).n_consts]
+        active = perturbed(plan) if candidates else {}
+        plan.built["closing"] = any(_closes_over(step, active) for step in candidates)
     return bool(plan.built["closing"])
 
 
@@ -113,7 +150,7 @@ def run(
             return program(_whole(flat, plan, passes))
         except ClosedOverError:
             pass  # a second derivative, or a rule inside a loop: only JAX itself may handle it
-    warn_closing([step.eqn for step, *_ in custom_calls(plan) if closes_over(step)], known)
+    warn_closing([step.eqn for step in closing(plan)], known)
     return program(_as_written(flat))
 
 

@@ -5,10 +5,11 @@ the author's rule when it differentiates the call, whatever it computes. Calls a
 gradient-reversal layer would return the wrong sign, and a rematerializing attention would lose its
 memory saving.
 
-A rule with ``symbolic_zeros=True`` sees which operands are differentiated and which cotangents are
-zero, and may compute something else for each such pattern: it is traced once per pattern. Any other
-rule is traced for all operands that may be differentiated at once. Cotangents known to be zero stay
-symbolic for every rule: under `jax.vmap` JAX accepts no others for some results.
+A rule is traced once per pattern of operands that are differentiated, and of cotangents that are
+zero: with ``symbolic_zeros=True`` it may compute something else for each, and JAX refuses some
+patterns. Any other jvp is traced for all operands that may be differentiated at once. Cotangents
+known to be zero stay symbolic for every rule: under `jax.vmap` JAX accepts no others for some
+results.
 """
 
 from __future__ import annotations
@@ -124,10 +125,9 @@ def reverse_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[...
     fn = jax.custom_vjp(_named(call.name, lambda *args: execute(plan, args)))
 
     def forward(*args: Any) -> tuple[list[Any], tuple[_Pullback, list[Any]]]:
-        active = call.active
-        if call.symbolic:
-            active = tuple(i for i in active if args[i].perturbed) or active
-        pullback = rule(active)
+        # JAX may refuse a rule for more operands than it differentiates with respect to: `jax.vmap`
+        # of a jit turns values that a function closes over into operands.
+        pullback = rule(tuple(i for i in call.active if args[i].perturbed) or call.active)
         outs = execute(pullback.forward, [x.value for x in args])
         return outs[: len(call.outs)], (pullback, outs[len(call.outs) :])
 

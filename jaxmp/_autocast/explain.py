@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxmp._autocast import closures
 from jaxmp._autocast.coverage_warnings import overruled
-from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.explanation import Explanation, Row
 from jaxmp._autocast.flops import contraction_flops, known_size, sizes
 from jaxmp._autocast.nnx_calls import on_scoped_copies
@@ -176,11 +175,12 @@ def _is_in(path: str, pattern: str) -> bool:
 
 
 def _rows(plan: Plan) -> Iterator[Row]:
+    closing = set(map(id, closures.closing(plan)))
     for visit in plan.walk():
         step = visit.step
         if not step.plans:
             yield _row(visit, _reason(step, plan.rules), residual(visit))
-        elif isinstance(step.op, CustomCall) and closures.closes_over(step):
+        elif id(step) in closing:
             yield _row(visit, closures.REASON)
         elif visit.saves:
             yield _row(visit, str(step.why), visit.saves)

@@ -430,6 +430,39 @@ def test_explain_says_which_rule_closes_over_a_value() -> None:
     assert rows[0].source.startswith("test_derivatives.py:")
 
 
+def batched_jit(offset: Any) -> Any:
+    """A loss by vmap of a jit whose custom_vjp function closes over `offset` of a data row."""
+
+    @jax.jit
+    def row(w, x, d):
+        @jax.custom_vjp
+        def f(w, x):
+            return jnp.tanh(x @ w) + offset(w, d)
+
+        def fwd(w, x):
+            return jnp.tanh(x @ w), (w, x)
+
+        f.defvjp(fwd, lambda saved, g: jax.vjp(lambda w, x: jnp.tanh(x @ w), *saved)[1](g))
+        return f(w, x)
+
+    def loss(w, x, d):
+        return jnp.sum(jax.vmap(row, (None, 0, 0))(w, x, d) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "offset", [lambda _w, d: 0 * d, lambda w, _d: 0 * lax.stop_gradient(w[0])], ids=["d", "w"]
+)
+def test_what_vmap_makes_an_operand_of_a_function_is_not_differentiated(offset) -> None:
+    """JAX refuses to, and emptied the equation's stores; jits keep the equation in their caches."""
+    loss, [x, d] = batched_jit(offset), jax.random.normal(jax.random.key(1), (2, 4, 8))
+    grad, want = jax.grad(jaxmp.autocast(loss, BF16)), jax.grad(loss)(W, x, d)
+    assert relative_error(grad(W, x, d), want) < 0.03
+    assert jaxmp.explain(loss, BF16)(W, x, d).products() == {"bfloat16": 1}
+    assert relative_error(jax.jit(grad)(W, x, d), want) < 0.03
+
+
 # --- other rules, other operands -----------------------------------------------------------------
 
 
