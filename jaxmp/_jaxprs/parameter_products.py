@@ -121,22 +121,28 @@ def _contraction(
     return jax.jit(run, inline=compat.INLINE)
 
 
-@jax.custom_jvp
 def without_tangents(*arrays: Any) -> tuple[Any, ...]:
     """Returns arrays without their tangents, for a result whose derivative is defined elsewhere.
 
     Not `lax.stop_gradient`: what ignores derivative rules (`jax.experimental.jet`, loops of
     JAX 0.10 that are differentiated twice) differentiates the product, and would find it constant.
+    One call each: `jax.linear_transpose` of JAX 0.12 takes either all operands of a function with
+    a rule for constants, or none.
     """
-    return arrays
+    return tuple(map(_without_tangent, arrays))
 
 
-def _no_tangents(primals: Sequence[Any], _: Sequence[Any]) -> tuple[Any, Any]:
-    zeros = tuple(SymbolicZero(tangent_type(jax.typeof(x))) for x in primals)
-    return without_tangents(*primals), zeros
+@jax.custom_jvp
+def _without_tangent(array: Any) -> Any:
+    return array
 
 
-without_tangents.defjvp(_no_tangents, symbolic_zeros=True)
+def _no_tangent(primals: Sequence[Any], _: Sequence[Any]) -> tuple[Any, Any]:
+    [x] = primals
+    return _without_tangent(x), SymbolicZero(tangent_type(jax.typeof(x)))
+
+
+_without_tangent.defjvp(_no_tangent, symbolic_zeros=True)
 
 
 def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None = None) -> Parameter:
