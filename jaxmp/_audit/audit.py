@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, matmul_dims, nbytes
-from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, Finding
+from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, UNSAID, Finding
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
 from jaxmp._audit.logits import Logits
 from jaxmp._audit.place import AuditPlace, is_ours, places_inside
@@ -29,6 +29,7 @@ from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.products.select import MULTIPLE
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import watched
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
@@ -64,7 +65,8 @@ def audit(
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns a
       `PrecisionReport`: `print` it, or read its `findings`. The kinds of faults are "overruled" (a
-      policy without effect, since wrapped modules stay under their own),
+      policy without effect, since wrapped modules stay under their own, or since all products have
+      a `precision=` of their own),
       "inconsistent-recompute" (a product that the backward pass recomputes in another dtype),
       "float32-product", "float64-product", "emulated" (by the chip), "promotion" (of 16-bit
       values), "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that
@@ -133,9 +135,14 @@ def _report(
     follow(jaxpr, labels, list(map(is_scale, paths)), auditor.visit)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
-    products = [operation for operation in auditor.operations if operation.flops and overruled]
+    products = [operation for operation in auditor.operations if operation.flops]
+    if all(FLOAT32.name in operation.in_dtypes for operation in products):
+        for operation in auditor.precise:
+            where = operation.source, operation.path
+            what = "no product is narrowed: those that could be ask for a precision of their own"
+            auditor.note(OVERRULED, what, operation, where, fix=UNSAID)
     for kind, what, operations in (
-        (OVERRULED, overruled, products),
+        (OVERRULED, overruled, products if overruled else []),
         *auditor.scaling.of_program(),
         *auditor.logits.of_program(residuals.total()),
     ):
@@ -195,6 +202,7 @@ class _Auditor:
         self.judge = Judge(self.low)
         self.scaling, self.rounding, self.logits = Scaling(), Rounding(program), Logits()
         self.operations: list[Operation] = []
+        self.precise: list[Operation] = []  # products under a policy, with a precision of their own
         # (kind, source, path, what, fix) → cost: bytes for the kinds in `OF_BYTES`, else FLOPs.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
         self._sites: dict[Any, dict[str, None]] = defaultdict(dict)  # of the operations, in order
@@ -223,6 +231,8 @@ class _Auditor:
             emulates=place.emulates if contracts else "",
         )
         self.operations.append(operation)
+        if contracts and place.kept and place.kept.kind == Kind.PRECISION:
+            self.precise.append(operation)
         if contracts and place.unfused:
             self.note("not-fused", f"not fused: {place.unfused}", operation)
         if blame is not None:

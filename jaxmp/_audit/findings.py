@@ -67,6 +67,9 @@ FIXES = {
     "not-fused": "write it as a kernel takes it, or leave `attention` out of the module's policy",
 }
 
+# The fix for products that have a precision of their own.
+UNSAID = "leave precision= out where the layer or product is written, and the policy decides"
+
 # The number of places shown for a group of alike findings.
 _PLACES = 4
 

@@ -245,7 +245,27 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
         )
 
 
-COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown)
+def warn_precise(plan: Plan, known: set[str]) -> None:
+    """Warns if no product is narrowed, since those that could be have a precision of their own."""
+    products = [each.step for each in plan.tally() if each.step.eqn.primitive.name in LOW]
+    default = setting("jax_default_matmul_precision")  # see `_to_narrow`
+    if default is not None or any(d in step.rules.lower for step in products for d in step.ins):
+        return
+    if not any(step.why.kind == Kind.PRECISION for step in products):
+        return
+    visits = [visit for visit in plan.walk() if visit.step.why.kind == Kind.PRECISION]
+    places = list(dict.fromkeys(v.place.path or v.place.source for v in visits))
+    first, low = visits[0].step, np.dtype(plan.rules.policy.compute_dtype).name
+    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    _say(
+        f"no matmul or convolution runs in {low}: {', '.join(places[:3])}{more} asked for "
+        f"precision={first.why.details[0]}, which jaxmp honors. Leave precision= out where the "
+        "layer or product is written, and the policy decides.",
+        known,
+    )
+
+
+COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown, warn_precise)
 
 
 def overruled(plan: Plan) -> str:

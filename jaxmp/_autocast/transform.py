@@ -99,11 +99,11 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
-        most products float32; most products of layers are not in the 8 bits of a recipe, or most
-        attention is not fused; most products are float64, and the policy is for float32; float32
-        products are inside a primitive that is not looked into; a name in ``ops`` is not a
-        primitive's; most weights of layers are in no argument of `argnums`; a derivative rule
-        closes over a traced value.
+        most products float32, or a precision of their own keeps all; most products of layers are
+        not in the 8 bits of a recipe, or most attention is not fused; most products are float64,
+        and the policy is for float32; float32 products are inside a primitive that is not looked
+        into; a name in ``ops`` is not a primitive's; most weights of layers are in no argument of
+        `argnums`; a derivative rule closes over a traced value.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -134,7 +136,42 @@ def test_a_default_precision_that_keeps_products_float32_is_said_once() -> None:
 def _precise_where_it_matters(x: Any, w: Any) -> Any:
     with jax.default_matmul_precision("highest"):
         x = x @ w
-    return jnp.matmul(x, w, precision="highest")
+    return jnp.matmul(x @ w, w, precision="highest")
+
+
+def _precise_everywhere(x: Any, w: Any) -> Any:
+    return jnp.matmul(jnp.tanh(jnp.matmul(x, w, precision="highest")), w, precision="highest")
+
+
+def _is_about_precision(said: Any) -> bool:
+    text = str(said.message)
+    return "no matmul or convolution runs in bfloat16" in text and "precision=HIGHEST" in text
+
+
+def test_a_policy_that_narrows_nothing_says_so_once() -> None:
+    """Every product asks for a precision: it was all float32, without a word."""
+    fast = jaxmp.autocast(_precise_everywhere, BF16, argnums=1)
+    with pytest.warns(UserWarning, match=r"test_coverage_warnings.py:\d+ asked") as record:
+        fast(X, W)
+    fast(X[:2], W)
+    assert len(record) == 1
+    assert _is_about_precision(record[0])
+
+
+def test_a_wrapped_model_that_stays_float32_says_which_layers() -> None:
+    dense = functools.partial(nn.Dense, 8, precision="highest")
+    model = jaxmp.wrap(nn.Sequential([dense(), nn.tanh, dense()]), BF16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="Sequential/layers_0, Sequential/layers_2") as record:
+        report = jaxmp.audit(jax.grad(lambda v: jnp.sum(model.apply(v, X))))(variables)
+    assert len(record) == 1
+    assert _is_about_precision(record[0])
+    faults = [f for f in report.findings if f.kind == "overruled"]
+    assert {f.path for f in faults} == {"Sequential/layers_0", "Sequential/layers_2"}
+    assert all("precision" in f.fix for f in faults)
+    partly = jaxmp.wrap(nn.Sequential([dense(), nn.tanh, nn.Dense(8)]), BF16)
+    loss = jax.grad(lambda v: jnp.sum(partly.apply(v, X)))
+    jaxmp.audit(loss)(variables).assert_no()
 
 
 def test_nothing_is_said_of_a_precision_that_is_asked_for() -> None:
@@ -145,7 +182,7 @@ def test_nothing_is_said_of_a_precision_that_is_asked_for() -> None:
         (None, _precise_where_it_matters, BF16),
     ):
         with jax.default_matmul_precision(default):
-            jax.make_jaxpr(jaxmp.autocast(fn, policy))(W, W)
+            jax.make_jaxpr(jaxmp.autocast(fn, policy, (0, 1)))(W, W)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.vmap])

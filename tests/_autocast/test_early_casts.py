@@ -94,6 +94,7 @@ KEPT: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:autocast. no matmul or convolution runs in bfloat16")
 def test_stays_float32_where_anything_but_a_low_contraction_reads_it() -> None:
     for name, fn in KEPT.items():
         rows = jaxmp.explain(fn, "mixed_bfloat16")(X, W).rows
