@@ -247,12 +247,12 @@ def _read_history(history: list[Any]) -> tuple[list[int], list[float], list[int]
     return steps, scales, [count for count in skipped if count >= 0]
 
 
-def plot_tuned(tuned: Any, scored: Any, index: int, path: Path | str) -> None:
+def plot_tuned(tuned: Any, scored: Any, path: Path | str) -> None:
     """Writes the picture of a `Tuned` and its `Scored`; see `Tuned.plot`."""
     worst = sorted(scored.groups, key=lambda group: max(group.errors))[-_TUNED:]
     figure = _figure("Tuned.plot", 13, max(4.5, 2.0 + 0.26 * len(worst)))
     left, right = figure.subplots(1, 2)
-    _draw_front(left, tuned, scored, index)
+    _draw_front(left, tuned, scored)
     _draw_modules(right, tuned, scored, worst)
     for ax in (left, right):
         _tidy(ax)
@@ -261,16 +261,19 @@ def plot_tuned(tuned: Any, scored: Any, index: int, path: Path | str) -> None:
     _save(figure, path)
 
 
-def _draw_front(ax: Any, tuned: Any, scored: Any, index: int) -> None:
+def _draw_front(ax: Any, tuned: Any, scored: Any) -> None:
     """Draws cost against error: of all assignments by their scores, and as measured."""
     front = scored.front
-    measured = {i: v.error for i, v in scored.measured.items()}
-    shown = _on_a_log([*front.errors, *measured.values(), tuned.budget])
+    costs = [
+        sum(group.costs[i] for group, i in zip(scored.groups, options, strict=True))
+        for options in scored.measured
+    ]
+    errors = [verified.error for verified in scored.measured.values()]
+    shown = _on_a_log([*front.errors, *errors, tuned.budget])
     ax.step(front.costs, shown(front.errors), where="post", color=_BLUE,
             label="the cheapest assignments, as predicted")  # fmt: skip
-    ax.scatter([front.costs[i] for i in measured], shown(measured.values()), color=_RED, zorder=3,
-               label="measured")  # fmt: skip
-    ax.scatter([front.costs[index]], shown([measured[index]]), s=160, facecolors="none",
+    ax.scatter(costs, shown(errors), color=_RED, zorder=3, label="measured")
+    ax.scatter([tuned.cost], shown([tuned.verified.error]), s=160, facecolors="none",
                edgecolors="black", zorder=4, label="chosen")  # fmt: skip
     if tuned.budget > 0:
         ax.axhline(tuned.budget, color=_GRAY, ls="--", label=f"budget: {tuned.budget:g}")

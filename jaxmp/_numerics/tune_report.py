@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
@@ -15,8 +14,9 @@ import numpy as np
 from jaxmp._numerics.plots import plot_tuned
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, Places, policy_for, under_map
+from jaxmp._numerics.tune_search import PAYS, Choice, Options, Refused, search
 from jaxmp._numerics.tune_solve import Front
-from jaxmp._screen import OF_LAYER, Report, listed, merged, one_a_place, table, tail
+from jaxmp._screen import OF_LAYER, Report, listed, merged, one_a_place, table, tail, wrapped
 from jaxmp.policy import Policy, PolicyMap
 
 
@@ -75,8 +75,9 @@ class Group:
 class Scored:
     """The scores of all candidates, from which any budget is solved.
 
-    The first candidate is float32; `names` are the user's. `total_flops` are of all products, also
-    of those outside of the model. `verify` runs the loss and its gradients under a map.
+    The first candidate is float32; `names` are the user's. `levels` are the candidates by their
+    bits, as indices. `total_flops` are of all products, also of those outside of the model.
+    `verify` runs the loss and its gradients under a map; `measured` is what was run so far.
     """
 
     places: Places
@@ -84,10 +85,11 @@ class Scored:
     names: tuple[str, ...]
     groups: tuple[Group, ...]
     front: Front
+    levels: tuple[tuple[int, ...], ...]
     total_flops: int
     unit: str
     verify: Callable[[PolicyMap], Verified]
-    measured: dict[int, Verified] = dataclasses.field(default_factory=dict)  # by index, so far
+    measured: dict[Options, Verified] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,19 +98,23 @@ class Tuned(Report):
 
     Attributes:
       budget: the largest 1 - cosine of the gradients that is allowed.
+      max_ratio: the largest ratio of it to that of the candidates of more bits that is allowed.
     """
 
     budget: float
+    max_ratio: float
     _scored: Scored
-    _index: int  # of an assignment of the front
+    _choice: Choice
 
     @property
     def verified(self) -> Verified:
         """The loss and gradients under the policy, as they were measured."""
-        measured = self._scored.measured
-        if self._index not in measured:
-            measured[self._index] = self._scored.verify(self.policy)
-        return measured[self._index]
+        measured, options = self._scored.measured, self._choice.options
+        if not any(options):  # float32 is what the others are compared with
+            return Verified(1.0, 0.0)
+        if options not in measured:
+            measured[options] = self._scored.verify(self.policy)
+        return measured[options]
 
     @functools.cached_property
     def policy(self) -> PolicyMap:
@@ -140,12 +146,12 @@ class Tuned(Report):
     @property
     def cost(self) -> float:
         """The cost of the products, as a share of their cost in float32."""
-        return float(self._scored.front.costs[self._index])
+        return sum(g.costs[i] for g, i in self._chosen)
 
     @property
     def predicted(self) -> float:
         """1 - cosine of the gradients, by the scores."""
-        return float(self._scored.front.errors[self._index])
+        return self._predicted(self._choice.options)
 
     @property
     def low_share(self) -> float:
@@ -161,15 +167,21 @@ class Tuned(Report):
             Point(float(c), float(e)) for c, e in zip(front.costs, front.errors, strict=True)
         )
 
+    @property
+    def _chosen(self) -> list[tuple[Group, int]]:
+        return list(zip(self._scored.groups, self._choice.options, strict=True))
+
+    def _predicted(self, options: Options) -> float:
+        return sum(g.errors[i] for g, i in zip(self._scored.groups, options, strict=True))
+
     @functools.cached_property
     def _options(self) -> tuple[int, ...]:
         """The index of each group's candidate."""
-        groups, choices = self._scored.groups, self._scored.front.choices(self._index)
-        usual = self._usual(choices)
+        usual = self._usual(self._choice.options)
         # Modules whose formats are the same anyway, as of attention in 8 bits, get the usual one.
         return tuple(
             usual if group.ways[option] == group.ways[usual] else option
-            for group, option in zip(groups, choices, strict=True)
+            for group, option in self._chosen
         )
 
     def _usual(self, options: Sequence[int]) -> int:
@@ -199,45 +211,27 @@ class Tuned(Report):
         """
         return under_map(loss_fn, self.policy, self._scored.places)
 
-    def solve(self, budget: float) -> Tuned:
+    def solve(self, budget: float, *, max_ratio: float | None = None) -> Tuned:
         """Finds the cheapest assignment at another budget: verified, but not scored again.
-
-        The cheapest of all is run first: if it is within the budget, it is taken, whatever its
-        scores are. Then comes the one that the scores predict, and from there others on the front:
-        towards less error by as much as the scores were off, and back by bisection.
 
         Args:
           budget: the largest 1 - cosine of the gradients that is allowed.
+          max_ratio: see `tune`; by default as it was there.
 
         Raises:
-          ValueError: if it is negative or NaN.
+          ValueError: if one is negative or NaN.
         """
+        ratio = self.max_ratio if max_ratio is None else max_ratio
         check_budget(budget)
-        front = self._scored.front
-        last = len(front.costs) - 1
+        check_ratio(ratio)
 
-        def off(index: int) -> float:
-            return Tuned(budget, self._scored, index).verified.error
+        def error(options: Options) -> float:
+            return Tuned(budget, ratio, self._scored, Choice(options)).verified.error
 
-        if off(0) <= budget or last == 0:
-            return Tuned(budget, self._scored, 0)
-        fails, at = 0, max(1, front.within(budget))
-        while at < last and (error := off(at)) > budget:
-            fails = at
-            at = max(at + 1, front.within(front.errors[at] * min(budget / error, 0.5)))
-        at = min(at, last)
-        # Scores are off by less than this factor.
-        fails = max(fails, front.within(_OFF * budget) - 1)
-        for _ in range(_HALVES):
-            middle = (fails + at) // 2
-            if middle == fails or math.isclose(front.costs[middle], front.costs[at], rel_tol=0.005):
-                break
-            if off(middle) <= budget:
-                at = middle
-            else:
-                fails = middle
-        off(at)
-        return Tuned(budget, self._scored, at)
+        scored = self._scored
+        costs, errors = ([getattr(g, name) for g in scored.groups] for name in ("costs", "errors"))
+        found = search(costs, errors, scored.levels, budget, ratio, error)
+        return Tuned(budget, ratio, scored, found)
 
     def plot(self, path: File | str) -> None:
         """Draws a picture: cost against error of all assignments, and the error of each module.
@@ -247,7 +241,7 @@ class Tuned(Report):
         Args:
           path: the file of the picture; its suffix is the format: ``tune.png``.
         """
-        plot_tuned(self, self._scored, self._index, path)
+        plot_tuned(self, self._scored, path)
 
     def __str__(self) -> str:
         """Returns the table: each module's policy, and the error of each candidate there."""
@@ -274,9 +268,11 @@ class Tuned(Report):
             if group.errors[i] == float("inf")
         )
         lines += listed("not finite", [f"the gradients under {one}" for one in endless], 4)
-        if self._index:
-            lines.append(f"refused       the cheapest: {_said(scored.measured[0])}")
-        if not scored.front.exact:
+        if self._choice.cheapest is not None:
+            lines.append(f"refused       the cheapest: {self._said(self._choice.cheapest)}")
+        for refused in self._choice.refused:
+            lines += ["", *wrapped(self._pays_not(refused))]
+        if not self._choice.exact:
             lines.append("thinned       too many assignments: a cheaper one may have been missed")
         head = "what each policy would add to 1 - cosine, module by module:"
         shown = [("module", "FLOPs", "policy", *scored.names[1:]), *rows[:_ROWS]]
@@ -284,6 +280,25 @@ class Tuned(Report):
         if len(rows) > _ROWS or len(rows) < len(scored.groups):
             lines.append(f"{len(scored.groups)} in all: see .assignment")
         return "\n".join(lines)
+
+    def _said(self, options: Options) -> str:
+        """Describes the error of an assignment."""
+        measured = self._scored.measured.get(options)
+        if measured is None:
+            return f"1 - cosine {self._predicted(options):.2g} predicted"
+        if measured.error == float("inf"):
+            return "its gradients are not finite; `jaxmp.diagnose` names the operation"
+        return f"1 - cosine {measured.error:.2g} measured"
+
+    def _pays_not(self, refused: Refused) -> str:
+        """Describes a step to fewer bits that does not pay."""
+        names = " or ".join(self._scored.names[i] for i in self._scored.levels[refused.level])
+        ratio = f", {self.max_ratio:g} times the error now" * (refused.bound < self.budget)
+        saving = f"{refused.saving:.1%} of the cost" if refused.saving else "nothing"
+        return (
+            f"no change pays: within {refused.bound:.2g}{ratio}, {names} would save {saving}; "
+            f"{PAYS:.1%} is the least that pays"
+        )
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns the table's lines, worst first, with one for modules of one kind and policy."""
@@ -309,17 +324,17 @@ def check_budget(budget: Any) -> None:
         raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget!r}")
 
 
+def check_ratio(ratio: Any) -> None:
+    """Raises unless a ratio of errors is 0 or more."""
+    if not isinstance(ratio, (int, float, np.floating)) or not ratio >= 0:
+        raise ValueError(
+            "tune: max_ratio is how many times the error may be with fewer bits, 0 or more; "
+            f"got {ratio!r}"
+        )
+
+
 _ROWS, _NAME = 20, 44  # of the printed table: rows, and the length of a name
 _LONGEST = 6  # lines of a map
-_HALVES = 3  # each is a compilation
-_OFF = 3
-
-
-def _said(verified: Verified) -> str:
-    """Describes the measured error of an assignment's gradients."""
-    if verified.error == float("inf"):
-        return "its gradients are not finite; `jaxmp.diagnose` names the operation"
-    return f"1 - cosine {verified.error:.2g} measured"
 
 
 def _escaped(name: str) -> str:

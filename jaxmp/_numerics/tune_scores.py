@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +59,17 @@ class Scorer:
     ways: dict[Path, tuple[ProductFormat, ...]]
     loss_scale: float
     probes: int
+    exact: Callable[[Any, Any], Any]  # the loss and its gradients in float32, compiled
 
     def __call__(self, batch: Any, number: int) -> np.ndarray[Any, Any]:
         """Returns the scores of a batch: float64[modules, ways], the increase of 1 - cosine."""
-        key = jax.random.fold_in(jax.random.key(0), number)
+        value, *g = jax.tree.leaves(jax.device_get(self.exact(self.loss.params, batch)))
+        g = [np.asarray(x, np.float32) for x in g]
+        check_exact(value, g, number)
         try:
             found = [
-                np.asarray(self._step(self.loss.params, batch, k), np.float64)
-                for k in jax.random.split(key, self.probes)
+                self._step(self.loss.params, batch, _probe(g, (number, i)))
+                for i in range(self.probes)
             ]
         except Exception as error:
             error.add_note(
@@ -74,13 +77,20 @@ class Scorer:
                 "differentiable. Replace a fused kernel by the same computation in jax.numpy."
             )
             raise
-        together, apart = np.moveaxis(np.stack(found), -1, 0)
-        with np.errstate(invalid="ignore", over="ignore"):
-            scores = np.maximum(np.mean(together**2, axis=0), np.mean(apart, axis=0)) / 2
-        scores = np.where(np.isfinite(scores), scores, np.inf)
+
+        def score(together: list[Any], apart: list[Any]) -> float:
+            with np.errstate(invalid="ignore", over="ignore"):
+                error = max(np.mean(np.square(together, dtype=np.float64)), np.mean(apart)) / 2
+            return float(error) if np.isfinite(error) else np.inf
+
+        scores: Any = jax.tree.map(
+            lambda *sums: score(*map(list, zip(*sums, strict=True))),
+            *jax.device_get(found),
+            is_leaf=lambda node: isinstance(node, _Sums),
+        )
         return np.array(
             [
-                [scores[i, self._tried[path].index(way)] if way.is_low else 0.0 for way in ways]
+                [scores[i][self._tried[path].index(way)] if way.is_low else 0.0 for way in ways]
                 for i, (path, ways) in enumerate(self.ways.items())
             ]
         )
@@ -92,28 +102,61 @@ class Scorer:
 
     @functools.cached_property
     def _step(self) -> Callable[..., Any]:
-        return jax.jit(self._sums)
+        return compiled(self._sums)
 
-    def _sums(self, params: Any, batch: Any, key: Any) -> Any:
+    def _sums(self, params: Any, batch: Any, v: Any) -> Any:
         """Returns, for each module and format, the sums of u e and of (u e)^2."""
-        slots = max(map(len, self._tried.values()))
-        taps = jnp.zeros((len(self._tried), slots, 2))
+        zero = jnp.zeros(())
+        sums = [[_Sums(zero, zero) for _ in ways] for ways in self._tried.values()]
         program = gradients(self.loss.loss, self.loss_scale)
         traced = trace(program, (params, batch), {})
-        tapped = _tapped(self.loss.places, self._tried)
 
-        def across(taps: Any) -> Any:
-            _, found = traced.rebuild(tapped(traced.jaxpr, traced.arrays, taps))
-            g = jax.tree.leaves(found)
-            here = lax.stop_gradient(g)
-            keys = jax.random.split(key, len(g))
-            v = [jax.random.normal(k, x.shape) for k, x in zip(keys, g, strict=True)]
-            square = _dot(here, here)
-            along = _dot(v, here) / square
-            v = [a - along * b for a, b in zip(v, here, strict=True)]
-            return _dot(v, g) / jnp.sqrt(square)
+        def along(sums: Any) -> Any:
+            tapped = _tapped(self.loss.places, self._tried, traced.jaxpr, traced.arrays, sums)
+            return _dot(v, jax.tree.leaves(traced.rebuild(tapped)[1]))
 
-        return jax.grad(across)(taps)
+        return jax.grad(along)(sums)
+
+
+class _Sums(NamedTuple):
+    """The sums, over the elements of products' results, of u e and of (u e)^2."""
+
+    together: Any
+    apart: Any
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function that runs a few times: on a CPU without the slowest optimizations."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(fn, compiler_options=options)
+
+
+def _probe(g: Sequence[Any], seed: tuple[int, int]) -> list[Any]:
+    """Draws a vector of signs; returns its part that is orthogonal to `g`, over the norm of `g`.
+
+    In NumPy: a program that draws an array of each shape takes longer to compile than a step.
+    """
+    draw = np.random.default_rng(seed)
+    v = [np.float32(2) * draw.integers(0, 2, x.shape, np.int8) - 1 for x in g]
+    square = sum(float(np.vdot(x, x)) for x in g)
+    along = sum(float(np.vdot(a, x)) for a, x in zip(v, g, strict=True)) / square
+    return [
+        (a - np.float32(along) * x) / np.float32(square**0.5) for a, x in zip(v, g, strict=True)
+    ]
+
+
+def check_exact(value: Any, gradients: Sequence[Any], number: int) -> None:
+    """Raises unless float32's loss and gradients are finite, and some gradient is not 0."""
+    what = None
+    if not all(np.isfinite(x).all() for x in (value, *gradients)):
+        what = "not finite"
+    elif not any(x.any() for x in gradients):
+        what = "all 0"
+    if what:
+        raise ValueError(
+            f"tune: in float32 the loss of batch {number}, or its gradients, are {what}, so "
+            "there is nothing to compare with"
+        )
 
 
 def gradients(loss: Callable[[Any, Any], Any], scale: float) -> Callable[[Any, Any], Any]:
@@ -126,10 +169,15 @@ def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
 
 
 def _tapped(
-    places: Places, ways: dict[Path, tuple[ProductFormat, ...]]
-) -> Callable[[Any, Sequence[Any], Any], list[Any]]:
-    """Returns a function that runs a program with a `_tap` on each product."""
+    places: Places,
+    ways: dict[Path, tuple[ProductFormat, ...]],
+    jaxpr: Any,
+    arrays: Sequence[Any],
+    sums: Any,
+) -> list[Any]:
+    """Runs a program with a `_tap` on each product, which adds to its module's `sums`."""
     index = {path: i for i, path in enumerate(ways)}
+    flat, tree = jax.tree.flatten(sums)
 
     def tapped(
         eqn: JaxprEqn, operands: list[Any], at: Place, extra: Sequence[Any]
@@ -139,10 +187,10 @@ def _tapped(
         if place not in index:
             return results
         roundings = tuple(_rounding(eqn, how, backward=at.backward) for how in ways[place])
-        [y], [taps] = results, extra
-        return [_tap(eqn, roundings, y, taps[index[place]], operands)]
+        [y] = results
+        return [_tap(eqn, roundings, y, jax.tree.unflatten(tree, extra)[index[place]], operands)]
 
-    return lambda jaxpr, arrays, taps: run_placed(jaxpr, arrays, tapped, [taps])
+    return run_placed(jaxpr, arrays, tapped, flat)
 
 
 def is_product(eqn: JaxprEqn) -> bool:
@@ -156,36 +204,40 @@ _Rounding = tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 def _tap(
-    eqn: JaxprEqn, roundings: tuple[_Rounding, ...], y: Any, taps: Any, operands: list[Any]
+    eqn: JaxprEqn, roundings: tuple[_Rounding, ...], y: Any, sums: Any, operands: list[Any]
 ) -> Any:
-    """Returns `y`; its cotangent u makes the sums of u e and (u e)^2 the gradient of `taps`."""
+    """Returns `y`; its cotangent u makes the sums of u e and (u e)^2 the gradient of `sums`."""
 
     @jax.custom_vjp
-    def tap(y: Any, taps: Any, *operands: Any) -> Any:  # noqa: ARG001
+    def tap(y: Any, sums: Any, *operands: Any) -> Any:  # noqa: ARG001
         return y
 
-    def forward(y: Any, taps: Any, *operands: Any) -> Any:
-        return y, (y, taps, operands)
+    def forward(y: Any, sums: Any, *operands: Any) -> Any:
+        return y, (y, sums, operands)
 
     def backward(kept: Any, u: Any) -> Any:
-        y, taps, operands = kept
-        sums = jnp.zeros_like(taps)
-        for i, rounding in enumerate(roundings):
+        y, sums, operands = kept
+        found = []
+        for zeros, rounding in zip(sums, roundings, strict=True):
             if rounding is None:
+                found.append(jax.tree.map(jnp.zeros_like, zeros))
                 continue
             of_operand, of_result = rounding
             rounded = [of_operand(x, side) for side, x in enumerate(operands[:2])]
             [low] = compat.bind(eqn, [*rounded, *operands[2:]])
             weighed = u * (of_result(low) - y)
-            sums = sums.at[i].set(jnp.stack([jnp.sum(weighed), jnp.sum(weighed**2)]))
-        return (u, sums, *[None] * len(operands))
+            found.append(_Sums(jnp.sum(weighed), jnp.sum(weighed**2)))
+        return (u, found, *[None] * len(operands))
 
     tap.defvjp(forward, backward)
     # Under shard_map the sums are of each device: the transpose of this pcast adds them up.
-    axes = set(varying_axes(jax.typeof(y))) - set(varying_axes(jax.typeof(taps)))
-    if axes:
-        taps = lax.pcast(taps, tuple(sorted(axes)), to="varying")
-    return tap(y, taps, *operands)
+    axes = tuple(sorted(set(varying_axes(jax.typeof(y)))))
+
+    def varying(total: Any) -> Any:
+        more = tuple(axis for axis in axes if axis not in varying_axes(jax.typeof(total)))
+        return lax.pcast(total, more, to="varying") if more else total
+
+    return tap(y, jax.tree.map(varying, sums), *operands)
 
 
 def _rounding(eqn: JaxprEqn, how: ProductFormat, *, backward: bool) -> _Rounding:
@@ -243,7 +295,7 @@ def ways_of(
                 continue
             path = loss.places.of(visit.place.path)
             how = _multiplied(visit.step, policy)
-            if path in ways and (path not in found or _bits(how) < _bits(found[path])):
+            if path in ways and (path not in found or bits_of(how) < bits_of(found[path])):
                 found[path] = how
         for path in paths:
             ways[path].append(found.get(path, ProductFormat()))
@@ -258,5 +310,6 @@ def _multiplied(step: Step, policy: Policy) -> ProductFormat:
     return ProductFormat(low[0].name) if low else ProductFormat()
 
 
-def _bits(how: ProductFormat) -> int:
+def bits_of(how: ProductFormat) -> int:
+    """Returns the fewest bits of its products, forward and backward."""
     return min(how.format_of(backward=backward).bits for backward in (False, True))

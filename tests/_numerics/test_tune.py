@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -20,10 +21,12 @@ from flax import nnx
 
 import jaxmp
 from jaxmp._numerics import tune, tune_scores
-from jaxmp._numerics.tune import Tuned, check_exact, tied
+from jaxmp._numerics.tune import Tuned, tied
 from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import products
 from jaxmp._numerics.tune_report import Group, Scored, Verified, grouped
+from jaxmp._numerics.tune_scores import check_exact
+from jaxmp._numerics.tune_search import Choice, search
 from jaxmp._numerics.tune_solve import front
 
 BF16 = "mixed_bfloat16"
@@ -126,6 +129,51 @@ def test_a_budget_that_nothing_keeps_is_refused():
         front([[1], [1]], [[0], [np.inf]])
 
 
+# What pays.
+
+
+def chosen(*groups: Any, budget: float = 1e-3, max_ratio: float = 16, off: float = 1.0) -> Any:
+    """The choice between float32, bfloat16 and float8, of groups of a share of the FLOPs and errors
+    in both, where the measured errors are `off` times those."""
+    errors = [(0, *several) for _, *several in groups]
+    found = search(
+        [(s, s / 2, s / 4) for s, *_ in groups],
+        errors,
+        [[0], [1], [2]],
+        budget,
+        max_ratio,
+        lambda options: off * sum(e[i] for e, i in zip(errors, options, strict=True)),
+    )
+    return found.options, [refused.level for refused in found.refused]
+
+
+def test_float8_is_recommended_only_where_it_pays():
+    tiny = (0.998, 5e-7, 2e-3), (0.002, 5e-7, 4e-4)  # .2 % of the FLOPs at 400 times the error
+    assert chosen(*tiny) == chosen(*tiny, max_ratio=float("inf")) == ((1, 1), [2])
+    two = (0.7, 2e-5, 2e-3), (0.3, 2e-5, 4e-4)
+    assert chosen(*two) == ((1, 2), [])
+    assert chosen(*two, max_ratio=3) == chosen(*two, max_ratio=3, budget=1e-2) == ((1, 1), [2])
+    assert chosen(*two, max_ratio=float("inf"), budget=1e-2) == ((2, 2), [])
+    assert chosen(*two, off=2.5) == ((1, 1), [2])  # not within the budget when it is run
+
+
+def test_a_layer_that_saves_next_to_nothing_is_not_taken_along():
+    assert chosen((0.699, 5e-5, 2e-3), (0.3, 5e-5, 4e-4), (0.001, 5e-7, 1e-4))[0] == (1, 2, 1)
+
+
+def test_16_bits_must_pay_as_well():
+    assert chosen((0.99, 1e-2, 1.0), (0.01, 1e-5, 1.0)) == ((0, 0), [1, 2])
+    assert chosen((0.1, 1e-2, 1.0), (0.9, 1e-5, 1.0)) == ((0, 1), [2])
+
+
+def test_no_change_pays_is_printed_with_the_reason():
+    found = answered(["a", "b"], lambda *_: 1e-5, 1e-3, lambda *_: 4e-4)
+    assert found.policy == jaxmp.PolicyMap({}, default=BF16)
+    said = "no change pays: within 0.00032, 16 times the error now, mixed_float8 would save nothing"
+    assert said in str(found)
+    assert found.solve(1e-3, max_ratio=100).policy == jaxmp.PolicyMap({}, default="mixed_float8")
+
+
 # Costs.
 
 
@@ -165,27 +213,54 @@ def test_ties():
 # What it answers.
 
 
-def answered(names: list[str], errors: Callable[[int, str], float], budget: float) -> Tuned:
-    """What is answered where modules in bfloat16 err by so much."""
-    ways = ((ProductFormat(),), (ProductFormat("bfloat16"),))
+def answered(
+    names: list[str],
+    errors: Callable[[int, str], float],
+    budget: float,
+    float8: Callable[[int, str], float] | None = None,
+) -> Tuned:
+    """What is answered where modules in bfloat16, or in float8, err by so much."""
+    formats = [ProductFormat(), ProductFormat("bfloat16")]
+    policies = ["float32", BF16]
+    if float8:
+        formats.append(ProductFormat("bfloat16", jaxmp.recipes.float8()))
+        policies.append("mixed_float8")
+    costs = tuple(0.5**i / len(names) for i in range(len(policies)))
     groups = tuple(
-        Group((tuple(name.split("/")),), 1, ways, (0, 1), (1.0, 0.5), (0.0, errors(i, name)))
+        Group(
+            (tuple(name.split("/")),),
+            1,
+            tuple((way,) for way in formats),
+            (0, 1, 1)[: len(policies)],
+            costs,
+            (0.0, errors(i, name), *([float8(i, name)] if float8 else [])),
+        )
         for i, name in enumerate(names)
     )
-    solutions = front([group.costs for group in groups], [group.errors for group in groups])
-    policies = ("float32", BF16)
     scored = Scored(
         None,
         tuple(map(jaxmp.get_policy, policies)),
-        policies,
+        tuple(policies),
         groups,
-        solutions,
+        front([group.costs for group in groups], [group.errors for group in groups]),
+        tuple((i,) for i in range(len(policies))),
         len(groups),
         "",
         lambda _: None,
-        {i: Verified(0.9, 0.1) for i in range(len(solutions.costs))},
     )
-    return Tuned(budget, scored, solutions.within(budget))
+
+    class Measured(dict):
+        def __contains__(self, options):
+            return True
+
+        def __missing__(self, options):
+            error = sum(g.errors[i] for g, i in zip(groups, options, strict=True))
+            return Verified(1 - error, 0.1)
+
+        get = dict.__getitem__
+
+    scored = dataclasses.replace(scored, measured=Measured())
+    return Tuned(budget, 16.0, scored, Choice((0,) * len(groups))).solve(budget)
 
 
 def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
@@ -245,7 +320,7 @@ def test_a_planted_layer_is_found_and_named(small):
     assert "planted" in text
     assert "budget 0.001" in text
     assert f"{small.verified.error:.2g} measured" in text
-    assert re.search(r"^refused       the cheapest: 1 - cosine \S+ measured$", text, re.MULTILINE)
+    assert re.search(r"^refused       the cheapest: 1 - cosine \S+ predicted$", text, re.MULTILINE)
     assert "refused" not in str(small.solve(1.0))
     # A function runs as it was verified.
     got = jaxmp.explain(small.apply(scoped_loss), "float32")(SCOPED_PARAMS, SCOPED_X)
@@ -272,6 +347,7 @@ def test_another_budget_is_not_scored_anew(small, monkeypatch):
         ({"batches": []}, "batches is empty"),
         ({"budget": -1.0}, "budget"),
         ({"budget": float("nan")}, "budget"),
+        ({"max_ratio": -1}, "max_ratio is how many times .*; got -1"),
         ({"budget": "small"}, "budget is what .*; got 'small'"),
         ({"probes": 0}, "probes"),
         ({"loss_fn": lambda p, b: jnp.mean(b[0]) * p["a"][0, 0]}, "no float32 matmul"),
@@ -282,7 +358,7 @@ def test_another_budget_is_not_scored_anew(small, monkeypatch):
         ({"batches": SCOPED_X}, r"as in \[batch\]; got an array"),
         ({"batches": {"x": SCOPED_X}}, r"as in \[batch\]; got 'dict'"),
         ({"progress": True}, "progress is called with a line of text: give print"),
-        ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one argument.*\(p, x, y\): missing"),
+        ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one item of.*\(p, x, y\): missing"),
         ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
         ({"batches": [SCOPED_X * jnp.nan]}, "loss of batch 0, or its gradients, are not finite"),
         ({"loss_fn": lambda p, x: x[0] @ p["a"]}, r"one number.*float32\[16\]"),
@@ -301,7 +377,26 @@ def test_float32_has_to_have_gradients():
     for factor, what in ((jnp.nan, "not finite"), (0.0, "all 0")):
         said = f"tune: in float32 the loss of batch 1, .* are {what}"
         with pytest.raises(ValueError, match=said):
-            check_exact(jnp.float32(1), {"a": factor * jnp.ones(3)}, 1)
+            check_exact(np.float32(1), [factor * np.ones(3)], 1)
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda p, x, y: scoped_loss(p, x) + y, lambda p, *xy: scoped_loss(p, xy[0][0])]
+)
+def test_a_loss_of_several_arguments_takes_the_parts_of_a_batch(fn):
+    assert jaxmp.tune(fn, probes=1)(SCOPED_PARAMS, [(SCOPED_X, 1.0)]).policy.default
+
+
+def test_a_loss_that_takes_other_arguments_is_told_what_tune_gives_it():
+    def needs_three(params, x, y):
+        return scoped_loss(params, x) + y
+
+    tuned = jaxmp.tune(scoped_loss)
+    with pytest.raises(TypeError, match=r"got 1 more: .*tune\(loss_fn\)\(params, \[\(x, y\)"):
+        tuned(SCOPED_PARAMS, SCOPED_X, SCOPED_X)
+    with pytest.raises(TypeError, match="required positional") as raised:
+        jaxmp.tune(lambda *args: needs_three(*args))(SCOPED_PARAMS, [SCOPED_X])
+    assert "tune: loss_fn is called as loss_fn(params, batch)" in raised.value.__notes__[-1]
 
 
 @pytest.mark.slow
