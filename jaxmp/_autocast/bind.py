@@ -78,10 +78,12 @@ class Move(Op):
 
 
 class Scale(Op):
-    """The op of a product or quotient that broadcasts an operand.
+    """The op of a product or quotient that broadcasts an operand, or has operands of two dtypes.
 
-    The small operand is saved for the backward pass in its own shape; only its tangent is
-    broadcast, in float32, so that its gradient is summed in float32.
+    A small operand is saved for the backward pass in its own shape; only its tangent is broadcast,
+    in float32, so that its gradient is summed in float32. A float32 operand beside a 16-bit one is
+    not rounded: they are multiplied in float32, and the result is narrowed. The 16-bit operand is
+    saved in 16 bits.
     """
 
     def run(self, step: Step, env: Environment) -> list[Any]:
@@ -134,30 +136,54 @@ def _applier(
 def rescaled(operation: PrimitiveCall, shape: tuple[int, ...]) -> Callable[..., Any]:
     """Returns the function of `Scale`, for results of a shape."""
 
+    divides = operation.primitive.name == "div"
+
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return operation(*operands)
+        return _in_wider(operation, *operands)
 
-    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
+    def tangent(i: int, primals: Sequence[Any], out: Any, dx: Any) -> Any:
         a, b = primals
+        if dx.dtype != out.dtype:  # of a float32 operand, which may be tiny: 1 / b² is not taken
+            dx = lax.div(dx, b) if divides and i == 1 else dx
+            dx = cast(dx, out.dtype, shape=None if dx.shape == shape else shape)
+            if divides:
+                return lax.div(dx, b) if i == 0 else lax.neg(lax.mul(dx, out))
+            return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
         if dx.shape != shape:
             dx = cast(dx, dx.dtype, shape=shape)
-        if operation.primitive.name == "mul":
-            return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
+        if not divides:
+            return _in_wider(lax.mul, dx, b) if i == 0 else _in_wider(lax.mul, a, dx)
+        if i == 0:
+            return _in_wider(lax.div, dx, b)
+        if a.dtype != out.dtype:
+            return _in_wider(lax.mul, lax.div(lax.div(dx, b), b), lax.neg(a))
         # -a dx / b², so that nothing is saved but a and b.
-        return lax.div(dx, b) if i == 0 else lax.neg(lax.div(lax.div(lax.mul(a, dx), b), b))
+        return lax.neg(lax.div(lax.div(lax.mul(a, dx), b), b))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        out = product(*primals)
         terms = [
-            tangent(i, primals, dx)
+            tangent(i, primals, out, dx)
             for i, dx in enumerate(tangents[:2])
             if not isinstance(dx, SymbolicZero)
         ]
-        out = product(*primals)
         return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(out)
 
     product.defjvp(jvp, symbolic_zeros=True)
     return jax.jit(product, inline=INLINE)
+
+
+def _in_wider(operation: Callable[..., Any], *operands: Any) -> Any:
+    """Returns the result of an operation, computed in the widest dtype of its operands.
+
+    And narrowed to the narrowest of them.
+    """
+    low, wide = (f((x.dtype for x in operands), key=lambda d: d.itemsize) for f in (min, max))
+    if low == wide:
+        return operation(*operands)
+    out = operation(*(lax.convert_element_type(x, wide) for x in operands))
+    return lax.convert_element_type(out, low)
 
 
 # Contractions, in the dtypes of their step.

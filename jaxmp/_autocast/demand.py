@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
 from jaxmp._autocast.roots import Roots, geometry, roots_of
-from jaxmp._autocast.rules import Rules, author_keeps, region_rules
+from jaxmp._autocast.rules import FLOAT16, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
@@ -111,7 +111,10 @@ class Demands:
                 here |= demand & CONTRACTION
             later = LATER if demand & (CONTRACTION | LATER) else NOTHING
             demand = here | later | demand & PRODUCT
-        return [demand] * len(eqn.invars)
+        found = [demand] * len(eqn.invars)
+        if name == "div" and kind == "follow" and rules.low == FLOAT16 and demand & CONTRACTION:
+            found[1] = demand & ~CONTRACTION | FULL | LATER  # the divisor is read in float32
+        return found
 
     def of_loop(
         self, body: Inner, wanted: Sequence[int], rules: Rules, roots: Sequence[str]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.bind import Bind, Dot, Move
-from jaxmp._autocast.demand import is_angle
+from jaxmp._autocast.demand import CONTRACTION, is_angle
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import Value, dtypes_of
@@ -33,12 +34,17 @@ from jaxmp._autocast.provenance import (
     joined,
     of_converted,
 )
-from jaxmp._autocast.roots import LITERALS, geometry
+from jaxmp._autocast.roots import LITERALS, WEIGHTS, geometry
 from jaxmp._autocast.rules import FLOAT16, author_keeps, is_mask
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
-from jaxmp._jaxprs.equation_parameters import broadcast_axes, converted_dtype, takes_result_dtype
+from jaxmp._jaxprs.equation_parameters import (
+    broadcast_axes,
+    converted_dtype,
+    free_sizes,
+    takes_result_dtype,
+)
 from jaxmp._jaxprs.source import is_promotion
 
 
@@ -147,7 +153,21 @@ def _exempt(facts: Facts) -> Why | None:
     of_layers = derived or not any(v and v.blocks_narrowing for v in operands)
     if (kept := geometry(eqn, facts.roots, of_layers=of_layers)) is not None:
         return kept
-    return Kind.ANGLES.of() if is_angle(facts.demanded[0]) else None
+    if is_angle(facts.demanded[0]):
+        return Kind.ANGLES.of()
+    return Kind.NORMALIZER.of() if _is_normalizer(facts) else None
+
+
+def _is_normalizer(facts: Facts) -> bool:
+    """Returns whether a float16 product by one float32 vector has float32 readers alone.
+
+    The vector is a sum or a carry, and so the product is long: what float16 cannot hold would
+    become infinite, and vanish where it divides. Multiplying by one vector takes no matrix unit.
+    """
+    if facts.rules.low != FLOAT16 or WEIGHTS in facts.roots[:2] or facts.is_wanted_by(CONTRACTION):
+        return False
+    vectors = (v for v, n in zip(facts.values, free_sizes(facts.eqn)) if math.prod(n) == 1)
+    return any(v is not None and v.dtype is None for v in vectors)
 
 
 def _transparent(facts: Facts) -> Decision:

@@ -9,17 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
-from jaxmp._autocast.bind import Bind, Dot
+from jaxmp._autocast.bind import Bind, Dot, Scale
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import NO_ORIGINS, OriginId, Value
 from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
-from jaxmp._autocast.provenance import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
+from jaxmp._autocast.provenance import (
+    COMPUTED,
+    CONSTANT,
+    DATA,
+    LARGE,
+    PARAMETER,
+    SHARED,
+    is_exact,
+    joined,
+)
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import shape_of
 
 
 def follow(facts: Facts, *, exponential: bool = False) -> Decision:
@@ -62,7 +73,13 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
         out = out._replace(origins=frozenset({facts.planning.fresh(exponential=True)}))
     # A contraction that sums nothing returns 16 bits, so that its gradient is 16 bits.
     op = Dot() if eqn.primitive.name in LOW else Bind()
-    return facts.alike(rules.low, out, why, op, saturate=True)
+    decision = facts.alike(rules.low, out, why, op, saturate=True)
+    if eqn.primitive.name not in SCALING or len(low) != 1 or len(full) != 1:
+        return decision
+    if not _stays_exact(facts, name, *full):
+        return decision
+    dtypes = [v and v.dtype for v in facts.values]
+    return decision._replace(dtypes=dtypes, op=Scale(), why=decision.why.noted(Kind.EXACTLY))
 
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
@@ -116,6 +133,22 @@ def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     if name == "div":
         statistics = frozenset(origin for origin in statistics if not origin.exponential)
     return any(v.origins & statistics for v in low)
+
+
+def _stays_exact(facts: Facts, name: str, factor: Value) -> bool:
+    """Returns whether a float32 factor or divisor of a low value is not rounded.
+
+    They are multiplied in float32 then, and the result is narrowed: which costs nothing where the
+    factor is a number, or repeated. float16 has no range for numbers that are computed, nor for
+    divisors: a sum and an epsilon, the reciprocal of a norm.
+    """
+    [atom] = [v for v, used in zip(facts.eqn.invars, facts.used, strict=True) if used == factor]
+    if isinstance(atom, Literal) and is_exact(np.asarray(atom.val), facts.rules.low):
+        return False
+    if facts.rules.low == FLOAT16 and (name == "div" or factor.provenance in (COMPUTED, SHARED)):
+        return True
+    small = shape_of(atom) != shape_of(facts.eqn.outvars[0])
+    return small and factor.provenance in (CONSTANT, LARGE)
 
 
 def _out_of_range(facts: Facts) -> Why | None:

@@ -140,7 +140,7 @@ class Frame:
             parameter = Value(provenance=PARAMETER, root=self.roots[var])
             self.kept_as[var] = parameter if weight and governed else kept[-1]
         repeats = isinstance(op, Bind) and _repeats(eqn, kept)
-        scales = repeats and eqn.primitive.name in SCALING
+        scales = isinstance(op, Scale) or (repeats and eqn.primitive.name in SCALING)
         shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
         clips = _clips(eqn, kept, rules)
         return Step(

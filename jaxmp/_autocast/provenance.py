@@ -101,7 +101,7 @@ def is_basis(array: Any) -> bool:
     values = values.reshape(-1)[:_SAMPLE]
     if np.unique(np.abs(values)).size * 2 > values.size:
         return False
-    return values.size <= _TABLE or not any(_is_exact(values, dtype) for dtype in LOW_DTYPES)
+    return values.size <= _TABLE or not any(is_exact(values, dtype) for dtype in LOW_DTYPES)
 
 
 def _looked_at(array: Any) -> np.ndarray[Any, Any] | None:
@@ -110,6 +110,7 @@ def _looked_at(array: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(array) if here and array.size <= _LOOKED_AT else None
 
 
-def _is_exact(values: np.ndarray[Any, Any], low: np.dtype[Any]) -> bool:
+def is_exact(values: np.ndarray[Any, Any], low: np.dtype[Any]) -> bool:
+    """Returns whether numbers are the same in a 16-bit dtype."""
     with np.errstate(over="ignore"):  # beyond its range: infinite, and so not exact
         return bool(np.all(values.astype(low).astype(values.dtype) == values))

@@ -25,6 +25,7 @@ class Kind(enum.StrEnum):
     SCALAR_PRODUCT = "a scalar product"
     COORDINATES = "geometry: contracts {} elements, of no parameter"
     POSE = "geometry: a matrix of {} rows, and as few columns"
+    NORMALIZER = "float16: multiplies by one float32 vector, and only float32 ops want the result"
     ANGLES = "only angles or a linear solver want the result"
 
     # Elementwise operations.
@@ -73,7 +74,8 @@ class Kind(enum.StrEnum):
     INSIDE = "looked inside"
     WHILE = "looked inside; a while loop carries float32"
 
-    # Notes that passes add.
+    # Notes.
+    EXACTLY = ": multiplied in float32, then narrowed"
     DROPPED = "part of the attention that {} computes"
     RECIPE = ", {}"
     CHOSEN = ": {}"
