@@ -202,3 +202,57 @@ def a_trend_and_its_waves(k: Plain, p, x):
     """Time2Vec: a layer's results, and their sines, are what the next layer reads."""
     angle = k.mm(x, p["rate"]) + p["phase"]
     return jnp.mean(k.mm(jnp.concatenate([angle / 50, jnp.sin(angle)], -1), p["out"]) ** 2)
+
+
+# --- float16's range: what divides, and what is divided by ---------------------------------------
+
+
+def _with_padded_rows(r: np.random.Generator) -> tuple:
+    x = r.normal(size=(32, 16))
+    x[:4] = 0.0
+    return r.normal(size=(16, 16)) / 4, x
+
+
+@program("ranges", _with_padded_rows)
+def relu_attention_of_padded_rows(k: Plain, w, x):
+    a = jax.nn.relu(k.mm(x, w))
+    y = k.mm(a, w) / (k.up(a).sum(-1, keepdims=True) + 1e-5)
+    return jnp.mean(k.mm(y, w) ** 2)
+
+
+@program("ranges", _with_padded_rows)
+def a_gate_between_two_features(k: Plain, w, x):
+    a, b = jax.nn.relu(k.mm(x, w)), jax.nn.relu(k.mm(x, w.T))
+    return jnp.mean(k.mm(a / (k.up(a) + k.up(b) + 1e-6), w) ** 2)
+
+
+@program("ranges", _with_padded_rows)
+def a_share_of_the_larger_total(k: Plain, w, x):
+    a, b = jax.nn.relu(k.mm(x, w)), jax.nn.relu(k.mm(x, w.T))
+    totals = k.up(a).sum(-1, keepdims=True), k.up(b).sum(-1, keepdims=True)
+    return jnp.mean(k.mm(b / jnp.maximum(jnp.maximum(*totals), 1e-6), w) ** 2)
+
+
+@program("ranges", _with_padded_rows)
+def pooling_by_a_mask_that_may_be_empty(k: Plain, w, x):
+    mask = (x != 0).astype(k.real)
+    h = jax.nn.sigmoid(k.mm(x, w)) * mask
+    return jnp.mean(k.mm(h / (mask.sum(-1, keepdims=True) + 1e-6), w) ** 2)
+
+
+@program("ranges", _with_padded_rows)
+def features_over_the_norm_of_others(k: Plain, w, x):
+    other = k.up(k.mm(x, w.T))
+    by = jax.lax.rsqrt(jnp.sum(other**2, -1, keepdims=True) + 1e-12)
+    return jnp.mean(k.mm(jnp.tanh(k.mm(x, w)) * by, w) ** 2)
+
+
+@program(
+    "ranges",
+    lambda r: (r.normal(size=(3, 16, 16)) / 4, r.normal(size=(4096, 16))),
+    scale=2.0**15,
+)
+def linear_attention_over_many_tokens(k: Plain, w, x):
+    q, key = jax.nn.elu(k.mm(x, w[0])) + 1, jax.nn.elu(k.mm(x, w[1])) + 1
+    norm = k.up(q) @ k.up(key).sum(0)
+    return jnp.mean((k.up(k.mm(q, k.mm(key.T, k.mm(x, w[2])))) / norm[:, None]) ** 2)

@@ -27,6 +27,14 @@ def stream_of_fifty_layers_from_data(k: Plain, a, b, x):
     return jnp.mean(x**2)
 
 
+@program("residual streams", lambda r: (r.normal(size=(12, 16, 16)) / 4, r.normal(size=(32, 16))))
+def stream_of_residuals_with_a_factor(k: Plain, w, x):
+    """The factor is no 16-bit number: rounded, it would have one error in every layer."""
+    for i in range(12):
+        x = x + 0.6 * jnp.tanh(k.mm(x, w[i]))
+    return jnp.mean(x**2)
+
+
 @program("residual streams", _layers)
 def scanned_stream_from_data(k: Plain, a, b, x):
     return jnp.mean(k.scan(lambda h, w: (_block(k, h, *w), None), x, (a, b))[0] ** 2)

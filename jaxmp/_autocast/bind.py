@@ -135,7 +135,6 @@ def _applier(
 @functools.lru_cache(maxsize=1024)
 def rescaled(operation: PrimitiveCall, shape: tuple[int, ...]) -> Callable[..., Any]:
     """Returns the function of `Scale`, for results of a shape."""
-
     divides = operation.primitive.name == "div"
 
     @jax.custom_jvp

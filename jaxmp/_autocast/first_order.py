@@ -38,7 +38,7 @@ from jaxmp._autocast.roots import LITERALS, WEIGHTS, geometry
 from jaxmp._autocast.rules import FLOAT16, author_keeps, is_mask
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, is_at_most, shape_of
 from jaxmp._jaxprs.equation_parameters import (
     broadcast_axes,
     converted_dtype,
@@ -166,8 +166,10 @@ def _is_normalizer(facts: Facts) -> bool:
     """
     if facts.rules.low != FLOAT16 or WEIGHTS in facts.roots[:2] or facts.is_wanted_by(CONTRACTION):
         return False
-    vectors = (v for v, n in zip(facts.values, free_sizes(facts.eqn)) if math.prod(n) == 1)
-    return any(v is not None and v.dtype is None for v in vectors)
+    return any(
+        v is not None and v.dtype is None and is_at_most(math.prod(free), 1)
+        for v, free in zip(facts.values[:2], free_sizes(facts.eqn), strict=True)
+    )
 
 
 def _transparent(facts: Facts) -> Decision:

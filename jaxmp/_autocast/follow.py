@@ -74,12 +74,7 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
     # A contraction that sums nothing returns 16 bits, so that its gradient is 16 bits.
     op = Dot() if eqn.primitive.name in LOW else Bind()
     decision = facts.alike(rules.low, out, why, op, saturate=True)
-    if eqn.primitive.name not in SCALING or len(low) != 1 or len(full) != 1:
-        return decision
-    if not _stays_exact(facts, name, *full):
-        return decision
-    dtypes = [v and v.dtype for v in facts.values]
-    return decision._replace(dtypes=dtypes, op=Scale(), why=decision.why.noted(Kind.EXACTLY))
+    return _exactly(facts, decision) if _has_exact_factor(facts) else decision
 
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
@@ -135,20 +130,30 @@ def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     return any(v.origins & statistics for v in low)
 
 
-def _stays_exact(facts: Facts, name: str, factor: Value) -> bool:
-    """Returns whether a float32 factor or divisor of a low value is not rounded.
+def _has_exact_factor(facts: Facts) -> bool:
+    """Returns whether a product or quotient of a low value has a float32 operand to keep exact.
 
-    They are multiplied in float32 then, and the result is narrowed: which costs nothing where the
-    factor is a number, or repeated. float16 has no range for numbers that are computed, nor for
-    divisors: a sum and an epsilon, the reciprocal of a norm.
+    A number, or one that is repeated: multiplying in float32 and narrowing the result costs nothing
+    there. In float16 also a computed factor and any divisor: a sum and an epsilon, the reciprocal
+    of a norm, which may be out of its range where the result is not.
     """
-    [atom] = [v for v, used in zip(facts.eqn.invars, facts.used, strict=True) if used == factor]
-    if isinstance(atom, Literal) and is_exact(np.asarray(atom.val), facts.rules.low):
+    eqn, low = facts.eqn, facts.rules.low
+    full = [(a, v) for a, v in zip(eqn.invars, facts.used, strict=True) if v and not v.dtype]
+    if eqn.primitive.name not in SCALING or len(full) != 1:
         return False
-    if facts.rules.low == FLOAT16 and (name == "div" or factor.provenance in (COMPUTED, SHARED)):
+    [(atom, value)] = full
+    if value.mask or (isinstance(atom, Literal) and is_exact(np.asarray(atom.val), low)):
+        return False
+    if low == FLOAT16 and (eqn.primitive.name == "div" or value.provenance in (COMPUTED, SHARED)):
         return True
-    small = shape_of(atom) != shape_of(facts.eqn.outvars[0])
-    return small and factor.provenance in (CONSTANT, LARGE)
+    small = shape_of(atom) != shape_of(eqn.outvars[0])
+    return small and value.provenance in (CONSTANT, LARGE)
+
+
+def _exactly(facts: Facts, decision: Decision) -> Decision:
+    """Returns the decision with each operand read as it is kept."""
+    dtypes = [v and v.dtype for v in facts.values]
+    return decision._replace(dtypes=dtypes, op=Scale(), why=decision.why.noted(Kind.EXACTLY))
 
 
 def _out_of_range(facts: Facts) -> Why | None:

@@ -354,6 +354,8 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "float32 data wins over 16 bits": (lambda x, w: (x + x @ w) @ w, "add float32"),
     "a constant or a position as a factor of a 16-bit value": (
         lambda x, w: (x @ w * 280.0) @ w, "mul bfloat16"),
+    "a constant beside a 16-bit value: multiplied in float32, then narrowed": (
+        lambda x, w: (x @ w * 0.6) @ w, "mul bfloat16"),
     "a large constant, or a position, wins over 16 bits as a summand": (
         lambda x, w: (x @ w + 280.0) @ w, "add float32"),
     "made from 16-bit values, as a factor of one": (
@@ -377,6 +379,8 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "geometry: a matrix of 3 rows, and as few columns": (
         lambda x, w: x[:, :3] @ w[:3, :3], "dot_general float32"),
     "a scalar product": (lambda x, w: jnp.vdot(x, x), "dot_general float32"),
+    "float16: multiplies by one float32 vector, and only float32 ops want the result": (
+        lambda x, w: 1.0 / ((x @ w) @ (w @ w).sum(0)), f"dot_general float32 {F16}"),
     "only angles or a linear solver want the result": (
         lambda x, w: jnp.sin(x @ w), "dot_general float32"),
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh float32"),

@@ -379,3 +379,53 @@ def test_a_low_softmax_does_not_hide_the_statistics_of_what_it_exponentiates() -
     softmax, *_, norm = (row for row in rows if row.op == "div")
     assert (softmax.dtype, norm.dtype) == ("bfloat16", "float32")
     assert norm.reason == "normalizes: meets a statistic of its own operand"
+
+
+# --- factors that are not rounded ----------------------------------------------------------------
+
+
+def scaled_by(factor: Any) -> Callable[..., Any]:
+    """Two layers, and a factor in between."""
+    return lambda w, x: jnp.sum(jnp.tanh((x @ w) * factor) @ w)
+
+
+def test_a_constant_factor_is_exact_and_saves_nothing() -> None:
+    x, w = gaussian(0, 64, 64), gaussian(1, 64, 64)
+    saved = [jaxmp.explain(scaled_by(factor), BF16)(w, x).residual_bytes for factor in (0.501, 0.5)]
+    assert saved[0] == saved[1]
+    doubled = jaxmp.autocast(lambda w, x: jnp.eye(64) @ ((x @ w) * 1.001), BF16)
+    plain = jaxmp.autocast(lambda w, x: x @ w, BF16)
+    # 1.001 rounds to 1 in bfloat16, but some of the products with it do not round to what they were
+    assert np.any(doubled(w, x) != plain(w, x))
+
+
+def guarded(w: jax.Array, x: jax.Array, kind: str = "div") -> jax.Array:
+    """Layers, divided by a total and an epsilon in between."""
+    a = jnp.abs(x @ w)
+    total = jnp.sum(jnp.abs(x @ w.T), -1, keepdims=True) + 1e-6
+    return (a / total if kind == "div" else a * (1 / total)) @ w
+
+
+@pytest.mark.parametrize("kind", ["div", "mul"])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_float16_keeps_the_range_of_what_divides(kind: str, mode: str) -> None:
+    x, w = gaussian(0, 8, 16).at[0].set(0.0), gaussian(1, 16, 16)
+    cast = jaxmp.autocast(guarded, F16)
+
+    def derivative(f: Callable[..., Any]) -> Any:
+        if mode == "reverse":
+            return jax.jit(jax.grad(f))(w, x)
+        return jax.jit(lambda w: jax.jvp(lambda w: f(w, x), (w,), (jnp.ones_like(w),)))(w)[1]
+
+    # A padded row's own gradient is zero: no cotangent is multiplied by 1e6.
+    got, want = (
+        derivative(lambda w, x, fn=fn: jnp.sum(fn(w, x, kind) ** 2)) for fn in (cast, guarded)
+    )
+    np.testing.assert_allclose(got, want, atol=5e-3 * float(jnp.max(jnp.abs(want))))
+
+
+def test_float16_saves_what_is_divided_in_16_bits() -> None:
+    x, w = gaussian(0, 64, 64), gaussian(1, 64, 64)
+    rows = 64 * 64
+    saved = jaxmp.explain(guarded, F16)(w, x).residual_bytes
+    assert saved["float32"] < 4 * rows  # the totals, and nothing of the size of a layer

@@ -217,6 +217,18 @@ def reciprocals(p, x, y):
     return last(p, 1.0 / hidden(p, x))
 
 
+@rule(22, "add", WIDES, policy=F16)
+@rule(22, "div", LOWS, policy=F16)
+def guarded_denominators(p, x, y):
+    return last(p, hidden(p, x) / (jnp.abs(hidden(p, y)) + 1e-3))
+
+
+@rule(22, "dot_general", *[LOWS] * 5, WIDES, policy=F16)
+def a_normalizer(p, x, y):
+    q, k = jnp.exp(hidden(p, x)), jnp.exp(hidden(p, y))
+    return (q @ (k.T @ hidden(p, y))) / (q @ k.sum(0))[:, None]
+
+
 CASES = [
     pytest.param(*case, id=f"{number} {case[0].__name__} {case[1]}")
     for number, cases in RULES.items()
