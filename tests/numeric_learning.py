@@ -217,3 +217,29 @@ def echo_state_with_small_input(k: Plain, w, us):
         return h + 0.01 * (jnp.tanh(k.mm(h, w)) + u), None
 
     return jnp.mean(k.scan(cell, us[0] * 5.0, us)[0] ** 2)
+
+
+# --- products of one parameter with itself -------------------------------------------------------
+
+
+def _nearly_orthonormal(r: np.random.Generator) -> tuple:
+    w = np.linalg.qr(r.normal(size=(16, 16)))[0] * 0.9 + 0.05 * r.normal(size=(16, 16))
+    return w, r.normal(size=(64, 16))
+
+
+@program("products of one parameter", _nearly_orthonormal)
+def weights_orthonormalized_by_bjorck(k: Plain, w, x):
+    for _ in range(8):
+        w = 1.5 * w - 0.5 * k.mm(w, k.mm(w.T, w))
+    return jnp.mean(jnp.tanh(k.mm(x, w)) ** 2)
+
+
+@program("products of one parameter", _nearly_orthonormal)
+def root_of_a_gram_matrix_by_newton_schulz(k: Plain, w, x):
+    gram = k.up(k.mm(w.T, w)) + 0.1 * jnp.eye(16)
+    norm = jnp.sqrt(jnp.sum(gram**2))
+    y, z = gram / norm, jnp.eye(16)
+    for _ in range(8):
+        turn = 0.5 * (3 * jnp.eye(16) - k.up(k.mm(z, y)))
+        y, z = k.mm(y, turn), k.mm(turn, z)
+    return jnp.mean(jnp.tanh(k.mm(x, k.up(y) * jnp.sqrt(norm))) ** 2)

@@ -150,6 +150,15 @@ def targets_rescaled_after_a_layer(k: Plain, x, w, v, mean):
     return jnp.mean((prediction - mean - x[:, :2]) ** 2)
 
 
+@program(
+    "statistics",
+    lambda r: (r.normal(size=(8, 4)) / 3, r.uniform(size=(256, 8)), r.normal(size=(256, 4))),
+)
+def latents_by_inverse_normal_cdf(k: Plain, w, uniforms, y):
+    latents = jnp.sqrt(2.0) * jax.scipy.special.erfinv(2 * uniforms - 1)
+    return jnp.mean((k.mm(latents, w) - y) ** 2)
+
+
 # --- returns -------------------------------------------------------------------------------------
 
 
@@ -209,6 +218,18 @@ def advantages_by_an_associative_scan(k: Plain, x, w, rewards):
     decay = jnp.full_like(deltas, 0.95)
     _, sums = jax.lax.associative_scan(combine, (decay, deltas), reverse=True)
     return jnp.mean(sums**2)
+
+
+def _prices(r: np.random.Generator) -> tuple:
+    levels = 100 * np.exp(np.cumsum(r.normal(size=200) / 100))
+    return levels, r.normal(size=(16, 4)) / 4, r.integers(0, 183, size=64)
+
+
+@program("returns", _prices)
+def returns_of_levels_shared_by_a_batch(k: Plain, levels, w, start):
+    window = levels[start[:, None] + jnp.arange(17)]
+    returns = 100 * jnp.log(window[:, 1:] / window[:, :-1])
+    return jnp.mean(jnp.tanh(k.mm(returns, w)) ** 2)
 
 
 # --- pooling by product, scalar contractions -----------------------------------------------------

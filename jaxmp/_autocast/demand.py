@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
-from jaxmp._autocast.roots import Roots, geometry, roots_of
+from jaxmp._autocast.roots import ITERATED, OTHER, Roots, geometry, roots_of
 from jaxmp._autocast.rules import FLOAT16, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, variables
@@ -29,9 +29,10 @@ from jaxmp._jaxprs.higher_order import Inner, inside
 
 # Bits of a demand. OPERAND: a contraction reads the value itself, at most moved. STEEP: a function
 # whose domain ends somewhere reads it, such as a logarithm. PRODUCT: some contraction reads a value
-# computed from it (tracked under policies with a recipe only).
+# computed from it (tracked under policies with a recipe only). ITERATION: a product goes on from it
+# that multiplies one parameter with itself again.
 NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE, OPERAND, STEEP = 0, 1, 2, 4, 8, 16, 32, 64
-PRODUCT = 128
+PRODUCT, ITERATION = 128, 256
 
 
 class Demand(NamedTuple):
@@ -97,6 +98,8 @@ class Demands:
         kind = rules.op_class(eqn)
         kept = name in LOW and author_keeps(eqn, rules)
         if kind == "low" and rules.low is not None and not kept:
+            if name in LOW and ITERATED in roots[:2] and OTHER not in roots[:2]:
+                return [FULL | ITERATION] * len(eqn.invars)
             exact = name in LOW and geometry(eqn, roots) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.bind import Bind, Dot, Move
-from jaxmp._autocast.demand import CONTRACTION, is_angle
+from jaxmp._autocast.demand import CONTRACTION, ITERATION, is_angle
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import Value, dtypes_of
@@ -34,7 +34,7 @@ from jaxmp._autocast.provenance import (
     joined,
     of_converted,
 )
-from jaxmp._autocast.roots import LITERALS, WEIGHTS, geometry
+from jaxmp._autocast.roots import ITERATED, LITERALS, WEIGHTS, geometry
 from jaxmp._autocast.rules import FLOAT16, author_keeps, is_mask
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
@@ -45,7 +45,7 @@ from jaxmp._jaxprs.equation_parameters import (
     free_sizes,
     takes_result_dtype,
 )
-from jaxmp._jaxprs.source import is_promotion
+from jaxmp._jaxprs.source import is_backward, is_promotion
 
 
 def decide(facts: Facts) -> Decision:
@@ -155,6 +155,9 @@ def _exempt(facts: Facts) -> Why | None:
         return kept
     if is_angle(facts.demanded[0]):
         return Kind.ANGLES.of()
+    iterated = facts.frame.roots[eqn.outvars[0]] == ITERATED and not is_backward(eqn)
+    if iterated and (ITERATED in facts.roots[:2] or facts.is_wanted_by(ITERATION)):
+        return Kind.ITERATED.of()
     return Kind.NORMALIZER.of() if _is_normalizer(facts) else None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import LOOKING_UP, LOW, RANDOM
+from jaxmp._autocast.primitives import LOOKING_UP, LOW, MOVING, RANDOM
 from jaxmp._autocast.provenance import is_basis
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
@@ -29,8 +29,9 @@ from jaxmp._jaxprs.source import in_scope, is_backward
 from jaxmp._jaxprs.walk import equations
 
 # LITERALS: windows, stencils, bases, masks and grids. WEIGHTS: parameters, and values computed from
-# them alone, except by a product or a lookup.
-LITERALS, WEIGHTS, OTHER = "literals", "weights", "other"
+# them alone, except by a product or a lookup. ITERATED: computed from one parameter alone, by
+# products of it with itself (an orthonormalization).
+LITERALS, WEIGHTS, ITERATED, OTHER = "literals", "weights", "iterated", "other"
 
 
 class Roots:
@@ -53,12 +54,18 @@ class Roots:
         for var, const in zip(opened.constvars, consts, strict=bool(consts)):
             of[var] = LITERALS if is_basis(const) else WEIGHTS
         dequantizes = any(map(widens_8_bits, opened.eqns))
+        moved: dict[Any, Any] = {}  # the variable that each result of a move is
         for eqn in opened.eqns:
             roots = roots_of(eqn.invars, of)
+            sources = [moved.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
+            if eqn.primitive.name in MOVING and len(sources) == 1:
+                moved[eqn.outvars[0]] = sources[0]
             if dequantizes and in_scope(eqn, DEQUANTIZE):
                 found = [OTHER if in_scope(eqn, ROWS) else WEIGHTS] * len(eqn.outvars)
             elif says_parameter(eqn):
                 found = [WEIGHTS]
+            elif eqn.primitive.name in LOW and _is_iterated(roots, sources):
+                found = [ITERATED]
             else:
                 found = self._of_results(eqn, roots)
             of.update(zip(eqn.outvars, found, strict=True))
@@ -74,6 +81,8 @@ class Roots:
         inner = through(eqn, roots, self._results, _either)
         if inner is not None:
             return inner
+        if ITERATED in roots and OTHER not in roots and eqn.primitive.name not in LOOKING_UP:
+            return [ITERATED] * len(eqn.outvars)
         weights = OTHER not in roots and eqn.primitive.name not in LOW | LOOKING_UP
         return [WEIGHTS if weights else OTHER] * len(eqn.outvars)
 
@@ -89,7 +98,13 @@ def says_parameter(eqn: JaxprEqn) -> bool:
 
 
 def _either(a: str, b: str) -> str:
-    return a if a == b else OTHER
+    return a if a == b else ITERATED if {a, b} == {WEIGHTS, ITERATED} else OTHER
+
+
+def _is_iterated(roots: Sequence[str], sources: Sequence[Any]) -> bool:
+    """Returns whether a product is of one parameter with itself, or goes on from such a product."""
+    alone = set(roots[:2]) <= {WEIGHTS, ITERATED}
+    return alone and (ITERATED in roots[:2] or len({*sources}) == 1)
 
 
 def is_zeros(eqn: JaxprEqn) -> bool:

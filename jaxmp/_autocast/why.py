@@ -21,11 +21,12 @@ class Kind(enum.StrEnum):
     MIXED = "multiplies {} by {}"
     UPCAST_OPERAND = "the author upcast an operand to float32"
     SOLUTION = "an operand is the solution of a linear system"
-    SIGNAL = "signal processing: an operand is made of constants"
+    SIGNAL = "an operand is made of constants"
     SCALAR_PRODUCT = "a scalar product"
-    COORDINATES = "geometry: contracts {} elements, of no parameter"
-    POSE = "geometry: a matrix of {} rows, and as few columns"
+    COORDINATES = "a small product: contracts {} elements, neither operand of parameters alone"
+    POSE = "a small product: a matrix of {} rows, and as few columns"
     NORMALIZER = "float16: multiplies by one float32 vector, and only float32 ops want the result"
+    ITERATED = "a product of one parameter with itself, which costs the same for any batch"
     ANGLES = "only angles or a linear solver want the result"
 
     # Elementwise operations.
@@ -118,9 +119,9 @@ class Why(NamedTuple):
       notes: the reasons that passes add, in order.
 
     Example:
-      >>> why = Kind.COORDINATES.of(3).noted(Kind.CLIPPED)
+      >>> why = Kind.POSE.of(3).noted(Kind.CLIPPED)
       >>> print(why)
-      geometry: contracts 3 elements, of no parameter; clipped to float16's range
+      a small product: a matrix of 3 rows, and as few columns; clipped to float16's range
       >>> why.note(Kind.SOFTMAX) is None
       True
     """

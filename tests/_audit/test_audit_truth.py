@@ -115,9 +115,9 @@ ON_PURPOSE = {
     with_complex: None,
     in_a_region: "in a region that a policy or the author keeps float32",
     rotary: "autocast keeps it float32: only float32 ops want the result",
-    camera: "autocast keeps it float32: geometry: a matrix of 3 rows, and as few columns",
+    camera: "autocast keeps it float32: a small product: a matrix of 3 rows, and as few columns",
     scalar: "autocast keeps it float32: a scalar product",
-    stencil: "autocast keeps it float32: signal processing: an operand is made of constants",
+    stencil: "autocast keeps it float32: an operand is made of constants",
     angles: "autocast keeps it float32: only angles or a linear solver want the result",
     symmetric_solver: "inside custom_linear_solve, which autocast leaves as written",
 }

@@ -371,16 +371,18 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "a position: it becomes an index": (lambda x, w: w[((x @ w) * 2.0).astype(int)], "mul float32"),
     "an operand is the solution of a linear system": (
         lambda x, w: x @ jnp.linalg.cholesky(w), "dot_general float32"),
-    "signal processing: an operand is made of constants": (
+    "an operand is made of constants": (
         lambda x, w: x @ jnp.cos(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))),
         "dot_general float32"),
-    "geometry: contracts 8 elements, of no parameter": (
-        lambda x, w: x @ x.T, "dot_general float32"),
-    "geometry: a matrix of 3 rows, and as few columns": (
+    "a small product: contracts 8 elements, neither operand of parameters alone": (
+        lambda x, w: (x + w[0]) @ (w + x[0]), "dot_general float32"),
+    "a small product: a matrix of 3 rows, and as few columns": (
         lambda x, w: x[:, :3] @ w[:3, :3], "dot_general float32"),
     "a scalar product": (lambda x, w: jnp.vdot(x, x), "dot_general float32"),
     "float16: multiplies by one float32 vector, and only float32 ops want the result": (
         lambda x, w: 1.0 / ((x @ w) @ (w @ w).sum(0)), f"dot_general float32 {F16}"),
+    "a product of one parameter with itself, which costs the same for any batch": (
+        lambda x, w: (w @ w) @ w, "dot_general float32"),
     "only angles or a linear solver want the result": (
         lambda x, w: jnp.sin(x @ w), "dot_general float32"),
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh float32"),

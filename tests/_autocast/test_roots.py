@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxmp._autocast.roots import LITERALS, OTHER, WEIGHTS, Roots, roots_of
+from jaxmp._autocast.roots import ITERATED, LITERALS, OTHER, WEIGHTS, Roots, roots_of
 from jaxmp._jaxprs import compat
 
 from support import gaussian
@@ -44,13 +44,19 @@ OF_WEIGHTS = [
 OF_OTHERS = [
     lambda w, x: x,
     lambda w, x: w[:4] + x,
-    lambda w, x: w @ w,  # a product of weights is computed
+    lambda w, x: w @ (w + 1),  # a product of weights is computed
+    lambda w, x: (w.T @ w) @ x.T,
     lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0),  # rows of a table
     lambda w, x: lax.cond(x[0, 0] > 0, lambda: w[:4], lambda: x),
     lambda w, x: lax.cond(x[0, 0] > 0, lambda: x, lambda: w[:4]),
     lambda w, x: lax.fori_loop(0, 3, lambda i, h: h + x, w[:4]),
     lambda w, x: jnp.zeros((4, 8)),  # the start of a state, or no tangent
     lambda w, x: jax.random.normal(jax.random.key(0), (8,)),  # drawn
+]
+OF_ONE = [
+    lambda w, x: w.T @ w,
+    lambda w, x: 1.5 * w - 0.5 * w @ (w.T @ w),
+    lambda w, x: lax.fori_loop(0, 3, lambda i, h: h @ (h.T @ h), w),
 ]
 OF_LITERALS = [
     lambda w, x: jnp.arange(8.0),
@@ -63,7 +69,8 @@ OF_LITERALS = [
 
 
 @pytest.mark.parametrize(
-    ("fns", "expected"), [(OF_WEIGHTS, WEIGHTS), (OF_OTHERS, OTHER), (OF_LITERALS, LITERALS)]
+    ("fns", "expected"),
+    [(OF_WEIGHTS, WEIGHTS), (OF_ONE, ITERATED), (OF_OTHERS, OTHER), (OF_LITERALS, LITERALS)],
 )
 def test_what_results_are_made_of(fns: list[Callable[..., Any]], expected: str) -> None:
     found = [made(fn, WEIGHTS, OTHER) for fn in fns]
