@@ -126,7 +126,7 @@ class Overrides:
         """
         part, above = (getattr(type(m), "_jaxmp_part", None) for m in (inner, holder))
         mine = part is None or part.root in (self._called[0], above and above.root)
-        return mine and not hasattr(inner, "_jaxmp_policy")
+        return mine and not hasattr(type(inner), "_jaxmp_policy")
 
     def parts(self, modules: Iterable[ModuleInfo]) -> dict[tuple[str, ...], Part]:
         """Returns the parts that modules are, by their paths from here.
