@@ -352,7 +352,7 @@ def get_policy(spec: PolicyLike) -> Policy | PolicyMap:
     A string is one of
 
     * a name: "mixed_bfloat16", "mixed_float16" and "mixed_half" (float32 parameters and outputs,
-      16-bit compute), or a dtype ("float32", "bf16", "half", …) for parameters, compute and outputs
+      16-bit compute), or a dtype ("float32", "bf16", …) for parameters, compute and outputs
       alike. Capitals and hyphens do not matter, and PyTorch Lightning's names for the same are
       understood: "bf16-mixed", "16-mixed", "bf16-true";
     * jmp's form, "p=f32,c=bf16,o=f32" or "params=float32,compute=bfloat16,output=float32", where
@@ -363,9 +363,10 @@ def get_policy(spec: PolicyLike) -> Policy | PolicyMap:
       "mixed_float16,saturate=true,ops=exp:follow|my_primitive:full". In the names of primitives
       "%3A" stands for ":" and so on, as in a URL.
 
-    "half" is bfloat16 where the default device multiplies it natively, else float16; see
-    `jaxmp.dtypes.half_dtype`. So is the compute dtype of "mixed_half". The policy has the one that
-    was chosen in it, and so has its string.
+    As a dtype, "half" is bfloat16 where the default device multiplies it natively, else float16;
+    see `jaxmp.dtypes.half_dtype`. So is the compute dtype of "mixed_half". The policy has the one
+    that was chosen in it, and so has its string. Alone, "half" and "fp16" are refused: by one
+    library they mean mixed precision, by another 16 bits throughout.
 
     Args:
       spec: The string; a `Policy` or `PolicyMap`, returned as it is; a `jmp.Policy`, converted; or

@@ -64,6 +64,8 @@ _MIXED: Final = (
 )
 _EIGHT_BITS: Final = "say 'mixed_float8': values stay in 16 bits, layers multiply in 8"
 _FOREIGN: Final = {
+    "half": "say 'mixed_half' for float32 parameters and 16-bit computation, 'bfloat16' or "
+    "'float16' for 16 bits throughout, parameters too",
     "fp16": _MIXED_OR_NOT,
     "16": _MIXED_OR_NOT,
     "o0": "say 'float32'",
@@ -142,7 +144,7 @@ def _named_policy(piece: Piece) -> dict[str, Any]:
     if is_dtype_name(name):
         dtype = parse_dtype(name, "get_policy")
         return _named(dtype, dtype, dtype)
-    names = itertools.chain(_NAMED, ("mixed_half", "half"), *DTYPE_NAMES.values())
+    names = itertools.chain(_NAMED, ("mixed_half",), *DTYPE_NAMES.values())
     known = sorted({*names} - {*_FOREIGN})
     raise ValueError(
         f"get_policy: Unknown dtype or policy name {shown(piece.text)}"

@@ -256,7 +256,6 @@ def test_what_a_spec_means():
         ("mixed_bfloat16", Policy("f32", "bf16", "f32")),
         ("mixed_float16", low()),
         ("float64", Policy("f64", "f64", "f64")),
-        ("half", Policy("bf16", "bf16", "bf16")),
         ("c=half", Policy("f32", "bf16", "bf16")),
         ("p=f32,c=bf16,o=f32", Policy("f32", "bf16", "f32")),
         ("params=float32,compute=bfloat16,output=float32", Policy("f32", "bf16", "f32")),
@@ -340,7 +339,7 @@ def test_an_unknown_name_lists_the_names_and_the_nearest():
     ):
         message = (
             rf"get_policy: Unknown dtype or policy name '{spec}' \(did you mean '{nearest}'\?\); "
-            r"the names are bf16, .*half, mixed_bfloat16, mixed_float16, mixed_float8, mixed_half"
+            r"the names are bf16, .*full, mixed_bfloat16, mixed_float16, mixed_float8, mixed_half"
         )
         with pytest.raises(ValueError, match=message):
             get_policy(spec)
@@ -436,7 +435,6 @@ UNDERSTOOD = {
     "float16": "16-true",
     "float32": "32-true 32 Float32 fp32",
     "float64": "64",
-    "half": "HALF",
 }
 
 
@@ -448,6 +446,7 @@ def test_other_libraries_names_are_understood():
 
 MIXED = "'mixed_bfloat16', 'mixed_float16', or 'mixed_half'"
 NOT_SAID = {
+    "half": "'mixed_half' for float32 parameters and 16-bit computation, 'bfloat16' or",
     # "fp16" trains in mixed precision in DeepSpeed and Transformers, and is a dtype in PyTorch.
     "fp16": "'mixed_float16' for float32 parameters and float16 computation, 'float16' for",
     "FP16": "'mixed_float16'",

@@ -197,6 +197,7 @@ def warn_overlooked(
     place: Callable[[int], str],
     name: str,
     known: set[str],
+    advice: str = "",
 ) -> None:
     """Warns if most of what layers multiply by is in no argument that holds parameters.
 
@@ -206,6 +207,7 @@ def warn_overlooked(
       place: describes where in the call an operand is.
       name: the name of the function.
       known: the keys of earlier warnings.
+      advice: how parameters are said, where that is not by `argnums`.
     """
     if plan.rules.low is None or "overlooked" in plan.built:
         return
@@ -213,6 +215,14 @@ def warn_overlooked(
     if found is None:
         return
     operands, share = found
+    if advice:
+        _say(
+            f"{share:.0%} of the FLOPs of the layers of {name} read arrays that are not known as "
+            f"parameters: what meets float32 data stays float32. {advice}",
+            known,
+            name,
+        )
+        return
     more = f" and {len(operands) - 3} more" if len(operands) > 3 else ""
     _say(
         f"{share:.0%} of the FLOPs of the layers of {name} read "

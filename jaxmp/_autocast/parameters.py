@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.primitives import LOW, MOVING
+from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
 from jaxmp._jaxprs.equation_parameters import contracted, product_axes
 from jaxmp._jaxprs.trace import is_array, name_of
@@ -127,6 +128,12 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[list[int], float
         if outs is not None:
             return outs
         moves = eqn.primitive.name in MOVING | {"convert_element_type"} and len(ins) == 1
+        if eqn.primitive.name == "broadcast_in_dim" and shape_of(eqn.outvars[0]) != (
+            shape_of(eqn.invars[0])
+        ):  # along the batch, such as a bias
+            return [computed if ins[0] == known else ins[0]]
+        if eqn.primitive.name in ("mul", "div") and known in ins:  # such as one over its norm
+            return [known]
         if moves or set(ins) <= {None, known}:  # computed from parameters
             return [next((i for i in ins if i is not None), None)] * len(eqn.outvars)
         return [computed] * len(eqn.outvars)

@@ -195,6 +195,7 @@ def under_policy(
     parameters: Parameters,
     watch: Callable[[Plan], None] | None = None,
     passes: Sequence[Pass] = PASSES,
+    advice: str = "",
 ) -> F:
     """Returns `fn` traced, planned and executed: an `autocast` that is in no other autocast.
 
@@ -206,6 +207,7 @@ def under_policy(
       parameters: from the `(args, kwargs)` of a call to which of their arrays are parameters.
       watch: is called with each plan that is made.
       passes: see `plan_program`.
+      advice: how the caller says what is a parameter, for a warning; empty: by `argnums`.
 
     Raises:
       ValueError: if autocast does not support the policy's compute dtype.
@@ -240,7 +242,7 @@ def under_policy(
         for warn in COVERAGE:
             warn(plan, warned)
         place = functools.partial(place_of, args, kwargs)
-        warn_overlooked(plan, given, place, name, warned)
+        warn_overlooked(plan, given, place, name, warned, advice)
         outs = closures.run(
             traced.as_written,
             plan,

@@ -107,6 +107,7 @@ class Interceptor:
         self.learns = self.initializing or self.rehearses or policy_in_force() is None
         self._marked = self.entered.distinct or frozenset()
         self._around: ModuleInfo | None = None  # the module that is being called
+        self._outside: Policy | None = None  # the policy in force around a SpectralNorm
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that adds this call's kind and marks to the key of every jit cache."""
@@ -152,17 +153,23 @@ class Interceptor:
     ) -> Any:
         called = context.method_name != "setup"
         around, module = self._around, self._info(context.module, called=called)
-        policy = module.own_policy(self._marked)
+        policy, outside = module.own_policy(self._marked), self._outside
+        own = policy is not module.policy  # the layer's deliberate float32
+        if policy is None and isinstance(context.module, nn.SpectralNorm):
+            # Its own products estimate a norm by iteration; the layer inside is as around it.
+            policy, self._outside = self.overrides.exact, policy_in_force()
+        elif policy is None and around is not None and issubclass(around.cls, nn.SpectralNorm):
+            policy, self._outside = outside, None
         marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
         if policy is not None and policy_in_force() not in (None, policy):
-            marked = region(policy, own=module.policy is None)
+            marked = region(policy, own=own)
         self._around = module
         try:
             with marked:
                 out = next_fun(*args, **kwargs)
         finally:
-            self._around = around
+            self._around, self._outside = around, outside
         # Only after `setup` is it known where a module that shares a scope has its variables.
         if module.is_layer and called:
             module.hold(own_parameters(context.module))

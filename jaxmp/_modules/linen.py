@@ -100,7 +100,14 @@ def _wrapped_class(
     call.__name__ = cls.__name__  # it appears in messages
     # One for all calls: it caches their plans.
     parameters = functools.partial(_parameters, params)
-    planned = under_policy(call, overrides.inner, parameters, overrides.warn_of_kept)
+    planned = under_policy(
+        call,
+        overrides.inner,
+        parameters,
+        overrides.warn_of_kept,
+        advice=f"In this wrapped module parameters are the collections {', '.join(params)}: name "
+        "others as in jaxmp.wrap(module, policy, params=('params', 'lora')).",
+    )
 
     def autocast(fn: Method) -> Method:
         return _lift(fn, planned)

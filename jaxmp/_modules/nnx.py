@@ -28,6 +28,8 @@ from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
 
+_PARAMETERS = "In a wrapped NNX module parameters are nnx.Params, and Variables of its subclasses."
+
 
 def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     """Returns the wrapped module; see `jaxmp.wrap`."""
@@ -105,7 +107,9 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
             return method(self, *args, **kwargs)
 
     def planned(fn: Method) -> Method:
-        return under_policy(fn, overrides.inner, of_variables, overrides.warn_of_kept)
+        return under_policy(
+            fn, overrides.inner, of_variables, overrides.warn_of_kept, advice=_PARAMETERS
+        )
 
     # On a copy private to this trace: others may be tracing the module as well.
     in_region, in_program = on_copies(called), lift(planned, called)
@@ -176,10 +180,21 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, 
     overrides.warn_of_other_dtypes(infos)
     distinct = distinguished(infos)
     marks: list[tuple[Any, Policy, str | None]] = []
+    in_norms: dict[int, Policy] = {}  # the layers inside SpectralNorms
+    for info, (_, inner) in infos.items():
+        if isinstance(inner, nnx.SpectralNorm):
+            policies = (each.own_policy(distinct) for each in _from(info))
+            in_norms[id(inner.layer_instance)] = next(filter(None, policies), overrides.default)
     for info, (path, inner) in infos.items():
         policy = info.own_policy(distinct)
+        if policy is None and isinstance(inner, nnx.SpectralNorm):
+            # Its own products estimate a norm by iteration; the layer inside is as around it.
+            marks.append((inner, overrides.exact, None))
+            continue
+        scope = None if info.policy or policy is None else "/".join(path)
+        policy = policy or in_norms.get(id(inner))
         if policy is not None:
-            marks.append((inner, policy, None if info.policy else "/".join(path)))
+            marks.append((inner, policy, scope))
     return marks
 
 
@@ -199,6 +214,13 @@ def _infos(
             values = [v for v in vars(inner).values() if isinstance(v, nnx.Variable)]
             info.hold(v.get_raw_value() for v in values)
     return dict(zip(infos.values(), found, strict=True))
+
+
+def _from(info: ModuleInfo | None) -> Iterator[ModuleInfo]:
+    """Yields a module and those around it, outwards."""
+    while info is not None:
+        yield info
+        info = info.around
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -66,6 +66,7 @@ class Overrides:
       wide: the dtype of the values that it governs: float32, or float64.
       inner: `default`, but storing and returning `wide`: parameters and outputs are converted
         where they enter and leave the wrapped module, and its other state keeps its dtypes.
+      exact: the policy of estimates, which compute in `wide` under any other.
       stored: the 16-bit dtypes that some policy stores parameters in.
       is_identity: whether every policy is float32 throughout.
       part: the place in the wrapped module, for a module that is a part of it.
@@ -93,6 +94,7 @@ class Overrides:
         )
         policies = [self.default, *(policy for _, policy in self.map.overrides)]
         stored = {np.dtype(policy.param_dtype) for policy in policies}
+        self.exact = Policy(self.wide, self.wide, self.wide, residuals=self.default.residuals)
         self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
         self._computed = {np.dtype(policy.compute_dtype) for policy in policies}
         self.is_identity = all(map(is_identity, policies))

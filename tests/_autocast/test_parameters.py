@@ -136,6 +136,11 @@ def test_weights_that_nobody_names_are_found() -> None:
     two = _program(lambda x, v, w: jnp.tanh(jnp.sin(x) @ v) @ w, X, W, W)
     assert overlooked(two, [False, True, False]) is None  # no more than half
     assert overlooked(two, [False, False, False]) == ([1, 2], 1.0)
+    # Divided by its norm, a parameter is one; multiplied by one, as after a normalization, not.
+    normed = _program(lambda x, w, u: x @ (w / jnp.sum(u @ w)), X, W, W)
+    assert overlooked(normed, [False, True, False]) is None
+    scaled = _program(lambda x, w, s: (x * s) @ w, X, W, W[0, :1])
+    assert overlooked(scaled, [False, False, True]) == ([1], 1.0)
 
 
 def test_they_are_named_in_a_warning_once() -> None:

@@ -634,3 +634,32 @@ def test_each_init_stores_a_jitted_layer_that_was_singled_out_in_float32() -> No
         assert params["routed"]["router"]["kernel"].dtype == jnp.float32
         assert params["routed"]["up"]["kernel"].dtype == jnp.bfloat16
         assert params["down"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_the_norm_of_a_spectral_norm_is_estimated_in_float32_and_its_layer_is_not() -> None:
+    """Power iteration in 16 bits gives all weights a wrong factor; no warning asks for argnums."""
+
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.SpectralNorm(nn.Dense(16))(x, update_stats=True)
+            return nn.WeightNorm(nn.Dense(16))(x)
+
+    x = jnp.ones((64, 16))
+    for model in (Normed(), nn.SpectralNorm(nn.Dense(16)), nn.remat(Normed)()):
+        options = {"update_stats": True} if isinstance(model, nn.SpectralNorm) else {}
+        variables = model.init(jax.random.key(0), x, **options)
+        layers = 2 - bool(options)
+
+        def run(model: Any, variables: Any, x: Any) -> Any:
+            stats = {"update_stats": True} if isinstance(model, nn.SpectralNorm) else {}
+            return model.apply(variables, x, mutable=["batch_stats"], **stats)
+
+        for policy in (BF16, PolicyMap({nn.Dense: BF16}, default=BF16)):
+            wrapped = jaxmp.wrap(model, policy)
+            found = contraction_dtypes(functools.partial(run, wrapped), variables, x)
+            assert found == {"bfloat16": layers, "float32": 4}, (type(model), policy)
+    asked = jaxmp.wrap(Normed(), PolicyMap({"SpectralNorm_0": F16}, default=BF16))
+    variables = Normed().init(jax.random.key(0), x)
+    found = contraction_dtypes(functools.partial(run, asked), variables, x)
+    assert found == {"float16": 5, "bfloat16": 1}

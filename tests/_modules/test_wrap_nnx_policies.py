@@ -288,3 +288,26 @@ def test_a_stored_parameter_that_the_module_changes_keeps_its_dtype():
     w = model.w[...]
     assert w.dtype == jnp.bfloat16
     np.testing.assert_allclose(w.astype("float32"), WIDTH**-0.5, rtol=2**-8)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_norm_of_a_spectral_norm_is_estimated_in_float32_and_its_layer_is_not(
+    shared: bool,
+) -> None:
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            dense = nnx.Linear(16, 16, rngs=rngs)
+            self.before = dense if shared else nnx.Linear(16, 16, rngs=rngs)
+            self.norm = nnx.SpectralNorm(dense, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.norm(self.before(x), update_stats=True)
+
+    wrapped = jaxmp.wrap(Normed(nnx.Rngs(0)), POLICY)
+    found = jaxmp.explain(wrapped, "float32")(jnp.ones((64, 16))).products()
+    assert found == {"bfloat16": 2, "float32": 4}
+    asked = jaxmp.wrap(
+        Normed(nnx.Rngs(0)), jaxmp.PolicyMap({"norm": "mixed_float16"}, default=POLICY)
+    )
+    found = jaxmp.explain(asked, "float32")(jnp.ones((64, 16))).products()
+    assert found["float16"] >= 4
