@@ -43,6 +43,7 @@ from jaxmp._jaxprs.compiler_hints import no_excess_precision_p
 from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.walk import equations
+from jaxmp._printable import shown
 
 __all__ = ["long_products", "products"]
 
@@ -79,6 +80,7 @@ def products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
 
     Source: `jax.checkpoint_policies.dots_saveable`, which saves the products alone.
     """
+    _check_called(primitive)
     name = primitive.name
     if any(map(_is_complex, avals)):
         return False
@@ -114,9 +116,19 @@ def long_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
     (2022), section 5.
     """
+    _check_called(primitive)
     if primitive.name == "dot_general" and _is_short(avals, params):
         return False
     return products(primitive, *avals, **params)
+
+
+def _check_called(primitive: Any) -> None:
+    if not isinstance(primitive, Primitive):
+        raise TypeError(
+            "jaxmp.checkpoint_policies: products and long_products are policies themselves, which "
+            f"JAX calls with a primitive; got {shown(primitive)}. Write "
+            "jax.checkpoint(fn, policy=jaxmp.checkpoint_policies.products)."
+        )
 
 
 def _is_short(avals: Any, params: Any) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from jaxmp._printable import shown
+
 __all__ = ["Device", "chips", "describe"]
 
 # JAX's name of a TPU (`device.device_kind`) → jaxmp's.
@@ -65,6 +67,11 @@ def describe(device: Any = None) -> Device:
       'cpu'
     """
     device = jax.local_devices()[0] if device is None else device
+    if not hasattr(device, "platform"):
+        raise TypeError(
+            f"describe: device must be a jax.Device, one of jax.devices(); got {shown(device)}. "
+            "The table of all chips is jaxmp.devices.chips()."
+        )
     name = _chip_of(device)
     chip = _table().get(name or "", {})
     return Device(

@@ -204,7 +204,7 @@ def half_dtype(device: Any = None) -> Any:
       >>> half_dtype(jax.local_devices(backend="cpu")[0]).__name__
       'bfloat16'
     """
-    device = default_device() if device is None else device
+    device = default_device() if device is None else _device("half_dtype", device)
     if device.platform in ("cpu", "tpu"):
         return jnp.bfloat16
     capability = compute_capability(device)
@@ -229,10 +229,18 @@ def multiplies_natively(dtype: DTypeLike, device: Any = None) -> bool:
       >>> multiplies_natively("float16", jax.local_devices(backend="cpu")[0])
       True
     """
-    device = default_device() if device is None else device
+    device = default_device() if device is None else _device("multiplies_natively", device)
     if parse_dtype(dtype, "multiplies_natively: dtype") == jnp.float16:
         return bool(device.platform != "tpu")
     return half_dtype(device) is jnp.bfloat16
+
+
+def _device(function: str, device: Any) -> Any:
+    if not hasattr(device, "platform"):
+        raise TypeError(
+            f"{function}: device must be a jax.Device, one of jax.devices(); got {shown(device)}."
+        )
+    return device
 
 
 def default_device() -> Any:

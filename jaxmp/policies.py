@@ -28,6 +28,11 @@ def keep_float32(*keys: str | type, policy: PolicyLike) -> PolicyMap:
       >>> keep_float32("head", "**/router", policy="mixed_bfloat16")
       PolicyMap({'head': 'float32', '**/router': 'float32'}, default='mixed_bfloat16')
     """
+    if not keys:
+        raise TypeError(
+            "keep_float32: give patterns or classes of the modules to keep in float32, as in "
+            "keep_float32('head', policy='mixed_bfloat16')."
+        )
     resolved = get_policy(policy)
     default = resolved.default if isinstance(resolved, PolicyMap) else resolved
     exact = dataclasses.replace(get_policy("float32"), residuals=default.residuals)

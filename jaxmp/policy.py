@@ -203,7 +203,9 @@ class PolicyMap:
         overrides = self.overrides
         pairs = tuple(overrides.items()) if isinstance(overrides, Mapping) else overrides
         # Pairs are how a map keeps them: `dataclasses.replace` hands them back.
-        if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) for p in pairs)):
+        if not (
+            isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
+        ):
             raise TypeError(
                 "PolicyMap: overrides takes a mapping from path patterns or module classes to "
                 f"policies; got {shown(overrides)} of type {type(overrides).__name__!r}."

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxmp._printable import shown
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.quantized import is_quantized
 
@@ -196,6 +197,16 @@ def select(condition: jax.typing.ArrayLike, on_true: T, on_false: T) -> T:
       >>> select(jnp.array(False), {"w": jnp.ones(2), "b": None}, {"w": jnp.zeros(2), "b": None})
       {'b': None, 'w': Array([0., 0.], dtype=float32)}
     """
+    if not isinstance(condition, _NUMBERS) or np.shape(condition) != ():
+        raise TypeError(
+            "select: condition, which comes first, must be one number or bool, a scalar; got "
+            f"{shown(condition)}."
+        )
+    tree: Any = jax.tree.structure(on_true)
+    if tree != (other := jax.tree.structure(on_false)):
+        raise ValueError(
+            f"select: the two trees must have one structure; got {shown(tree)} and {shown(other)}."
+        )
     condition = jnp.asarray(condition)
     selected: T = jax.tree_util.tree_map_with_path(
         lambda path, x, y: _select_leaf(path, condition, x, y), on_true, on_false
@@ -221,6 +232,7 @@ def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       >>> print(half, remainder, join_float32(half, remainder) == jnp.float32(0.1))
       0.100098 52429 True
     """
+    _check_dtype("split_float32: x", x, np.float32)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     half, remainder = (bits >> 16).astype(jnp.uint16), bits.astype(jnp.uint16)
     nearest = half + (remainder > 0x8000).astype(jnp.uint16)
@@ -242,11 +254,19 @@ def join_float32(half: jax.Array, remainder: jax.Array) -> jax.Array:
       >>> join_float32(jnp.ones(2, jnp.bfloat16), jnp.array([0, 1], jnp.uint16)) > 1
       Array([False,  True], dtype=bool)
     """
+    _check_dtype("join_float32: half", half, jnp.bfloat16)
+    _check_dtype("join_float32: remainder", remainder, np.uint16)
     bits = lax.bitcast_convert_type(half, jnp.uint16)
     was_rounded_up = (remainder > 0x8000) & ((bits & 0x7FFF) <= 0x7F80)
     bits = bits - was_rounded_up.astype(jnp.uint16)
     joined = (bits.astype(jnp.uint32) << 16) | remainder.astype(jnp.uint32)
     return lax.bitcast_convert_type(joined, jnp.float32)
+
+
+def _check_dtype(what: str, x: Any, dtype: Any) -> None:
+    if getattr(x, "dtype", None) != dtype:
+        got = getattr(x, "dtype", None) or type(x).__name__
+        raise TypeError(f"{what} must be an array of {np.dtype(dtype)}; got {got}.")
 
 
 def _select_leaf(path: tuple[Any, ...], condition: jax.Array, x: Any, y: Any) -> Any:

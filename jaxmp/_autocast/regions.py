@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.rules import FLOAT32
@@ -201,6 +202,11 @@ def check_callable(name: str, fn: Any, instead: str = "") -> None:
     """
     if not callable(fn):
         raise TypeError(f"{name}: fn must be callable, got {type(fn).__name__}")
+    if isinstance(fn, type) and issubclass(fn, (nn.Module, nnx.Module)):
+        raise TypeError(
+            f"{name}: fn is the class {fn.__name__}, and making an instance computes nothing: give "
+            "a function that calls one, or an instance's method."
+        )
     if isinstance(fn, nn.Module) and fn.scope is None:
         raise TypeError(
             f"{name}: fn is the Flax module {type(fn).__name__!r}, which is called through its "

@@ -11,7 +11,7 @@ from jaxmp._files import DamagedError, replace_file
 from jaxmp._lock.compare import LockComparison, compare
 from jaxmp._lock.file import OtherVersionError, read, text_of
 from jaxmp._lock.lock import Lock, lock
-from jaxmp._printable import printable
+from jaxmp._printable import printable, shown
 from jaxmp.policy import PolicyLike
 
 
@@ -53,6 +53,8 @@ def check(
       policy: the policy to trace under; by default the file's.
       update: rewrites the file, even one that another version of jaxmp has written.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"lock: path, the second argument, must be a file's; got {shown(path)}.")
     lock(fn, policy)  # raises unless these are a function and a policy
     file = Path(path)
 

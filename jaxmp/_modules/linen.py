@@ -303,6 +303,7 @@ def _wrapped_method(
                 else:
                     with region(overrides.default) if nested else contextlib.nullcontext():
                         out = method(self, *args, **kwargs)
+            overrides.check_collections(self.variables)
             whole = getattr(method, "__name__", None) == "__call__"
             if not init or whole:
                 found, structure = interceptor.found(self)

@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -178,6 +178,14 @@ class Overrides:
                 f"wrap: modules that were given dtype={others[0].dtype} compute in it, "
                 f"under the policy {str(self.default)!r} as well",
                 "Leave the dtype out for the policy to set it.",
+            )
+
+    def check_collections(self, variables: Mapping[str, Any]) -> None:
+        """Raises if `params` names collections, and the module has none of them but others."""
+        if self.params != ("params",) and variables and not variables.keys() & set(self.params):
+            raise ValueError(
+                f"wrap: params={self.params!r} names no collection of the module, so none of its "
+                f"variables would be parameters. Its collections are {', '.join(variables)}."
             )
 
     def _warn(self, paths: list[str], fact: str, remedy: str) -> None:

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxmp._autocast.transform import autocast
 from jaxmp._modules.linen import wrap_linen
 from jaxmp._modules.nnx import wrap_nnx
+from jaxmp._printable import shown
 from jaxmp.policy import Policy, PolicyLike, PolicyMap, policy_or_default
 
 T = TypeVar("T")
@@ -88,11 +89,16 @@ def wrap(
             f"wrap: takes a module, not the class {module.__name__}: wrap an instance, as in "
             f"jaxmp.wrap({module.__name__}(...), policy)."
         )
-    collections = (params,) if isinstance(params, str) else tuple(params)
-    if not all(isinstance(name, str) for name in collections):
+    collections = (params,) if isinstance(params, str) else params
+    named = isinstance(collections, (tuple, list, set, frozenset)) and all(
+        isinstance(name, str) for name in collections
+    )
+    if not named or not collections:
         raise TypeError(
-            f"wrap: params are the names of Linen's collections, as in 'params'; got {params!r}."
+            "wrap: params are the names of Linen's collections that hold parameters, 'params' or "
+            f"('params', 'lora'); got {shown(params)}."
         )
+    collections = tuple(collections)
     if params != "params" and not isinstance(module, nn.Module):
         raise TypeError(
             "wrap: params= is for Linen modules, which have collections. In an NNX module every "

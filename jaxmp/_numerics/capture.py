@@ -30,6 +30,7 @@ from jaxmp._numerics.probe import LOW, Probe, read_out
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, all_measured
 from jaxmp._numerics.survey import Site, SurveyedProgram, survey
+from jaxmp._printable import shown
 from jaxmp._screen import listed, one_a_place
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
@@ -198,6 +199,10 @@ def prepare(
     limit: int = 2**30,
 ) -> Prepared:
     """Traces the program that `capture` runs: its options, and the name of the tool that asks."""
+    if not isinstance(sites, str):
+        raise TypeError(f"{name}: sites is a pattern of module paths, a string; got {shown(sites)}")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise TypeError(f"{name}: limit is a number of bytes, an integer; got {shown(limit)}")
     chosen_args = check_arguments(name, args, argnums)
     program = on_scoped_copies(fn)
     if policy is not None:

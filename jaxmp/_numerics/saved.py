@@ -6,6 +6,7 @@ import dataclasses
 import json
 import lzma
 import math
+import os
 import sys
 import tokenize
 import zipfile
@@ -110,6 +111,10 @@ def load(path: Path | str, *, limit: int = 2**30) -> Capture | NumericsReport:
         larger than `limit`.
       FileNotFoundError: if there is no file.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"load: path is the path of a file; got {shown(path)}")
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise TypeError(f"load: limit is a number of bytes, an integer; got {shown(limit)}")
     named = printable(str(path))
     try:
         with open_file(Path(path), limit) as file, zipfile.ZipFile(file) as archive:
@@ -119,6 +124,8 @@ def load(path: Path | str, *, limit: int = 2**30) -> Capture | NumericsReport:
             version = data["jaxmp_numerics"]
             if version == VERSION:
                 return _run(data, archive)
+    except FileNotFoundError:
+        raise
     except DamagedError as error:
         raise ValueError(f"load: {named} is damaged: {error}") from error
     except _NOT_OURS as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import reprlib
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -27,6 +29,7 @@ __all__ = [
     "check_is_state",
     "check_state",
     "check_structure",
+    "explained",
     "update_inner",
 ]
 
@@ -167,13 +170,22 @@ def update_inner(
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """Calls the `update` of the inner optimizer; explains a failure of three known kinds."""
-    try:
+    with explained(function, inner, grads, state, params):
         result: tuple[Any, Any] = inner.update(grads, state, params, **extra_args)
+    return result
+
+
+@contextlib.contextmanager
+def explained(function: str, inner: Any, grads: Any, state: Any, params: Any) -> Iterator[None]:
+    """Explains three known kinds of failures of an optimizer's `update` in the body."""
+    try:
+        yield
     except (AttributeError, TypeError, ValueError) as error:
-        if reason := _reason(inner, grads, state, params):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_own = frame.f_globals.get("__name__", "").startswith("jaxmp.")
+        if not is_own and (reason := _reason(inner, grads, state, params)):
             raise ValueError(f"{function}: {reason}") from error
         raise
-    return result
 
 
 def _reason(inner: Any, grads: Any, state: Any, params: Any) -> str | None:
@@ -197,7 +209,7 @@ def _reason(inner: Any, grads: Any, state: Any, params: Any) -> str | None:
     want: Any = jax.tree.structure(jax.eval_shape(inner.init, params))
     if (got := jax.tree.structure(state)) != want:
         return (
-            f"the state is another optimizer's: its inner_state is {got}, this one's "
+            f"the state is another optimizer's: it is {got}, this one's "
             f"{want}. Use the state that this optimizer's init made."
         )
     return None

@@ -6,12 +6,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
+
+from jaxmp._printable import shown
+
+
+def check_key(function: str, key: Any) -> None:
+    """Raises unless an option is a random key, or the seed of one."""
+    is_seed = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
+    data = getattr(key, "dtype", None), getattr(key, "shape", None)
+    is_key = data[0] is not None and (
+        (_is_typed(key) and data[1] == ()) or data in ((np.uint32, (2,)), (np.uint32, (4,)))
+    )
+    if not (is_seed or is_key):
+        raise TypeError(
+            f"{function}: key must be one random key, such as jax.random.key(0), or a seed; got "
+            f"{shown(key)}."
+        )
 
 
 def first_key(key: ArrayLike) -> jax.Array:
     """Returns the data of a key, or of the key of a seed: a copy, which a step may donate."""
-    typed = jax.random.key(key) if isinstance(key, int) else jnp.asarray(key)
+    typed = jax.random.key(key) if isinstance(key, (int, np.integer)) else jnp.asarray(key)
     return jnp.array(_data(typed), copy=True)
 
 

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
 from jaxmp._training.gradients import show
-from jaxmp._training.key_data import first_key, next_key
+from jaxmp._training.key_data import check_key, first_key, next_key
 from jaxmp._training.opt_state import the_scaler
 from jaxmp.tree import (
     join_float32,
@@ -141,6 +141,12 @@ def master_weights(
     """
     wrapped = as_transformation("master_weights", inner)
     kind = _kind(stochastic_rounding, remainder)
+    check_key("master_weights", key)
+    if not stochastic_rounding and not (isinstance(key, int) and key == 0):
+        raise ValueError(
+            "master_weights: key is for stochastic_rounding=True, and masters need none; leave it "
+            "out."
+        )
 
     def init(params: Any) -> MasterWeightsState | RemainderState | StochasticRoundingState:
         check_arrays("master_weights", "the parameter", params)
@@ -198,6 +204,9 @@ def master_weights(
 
 
 def _kind(stochastic_rounding: bool, remainder: bool) -> type:  # noqa: FBT001
+    for name, flag in {"stochastic_rounding": stochastic_rounding, "remainder": remainder}.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"master_weights: {name} must be True or False; got {flag!r}.")
     if stochastic_rounding and remainder:
         raise ValueError(
             "master_weights: stochastic_rounding keeps no masters, and remainder keeps them "

@@ -47,6 +47,10 @@ _WRAPPERS: Final[dict[Any, tuple[str, str]]] = {
 }
 
 
+# The states of `master_weights`, which imports this module.
+_OF_MASTERS: Final = {"MasterWeightsState", "RemainderState", "StochasticRoundingState"}
+
+
 def find_scalers(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
     """Finds the outermost `LossScaleState`s in a pytree, with the path of each."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_scaler)
@@ -66,6 +70,7 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState:
       ValueError: If there are several, or it is in a wrapper of optax that hides or keeps an
         overflow, or in a chain after links that keep a state.
     """
+    _check_masters(function, opt_state)
     found = find_scalers(opt_state)
     if len(found) > 1:
         raise ValueError(
@@ -86,6 +91,29 @@ def find_scaler(function: str, opt_state: Any) -> LossScaleState:
     if state is IDENTITY:
         check_is_state(function, opt_state)
     return state
+
+
+def _check_masters(function: str, opt_state: Any) -> None:
+    """Raises if a transformation follows master_weights in a chain: it would change its updates."""
+    for node in jax.tree.leaves(opt_state, is_leaf=_changes_masters):
+        if _changes_masters(node):
+            raise ValueError(
+                f"{function}: in an optax.chain another transformation comes after master_weights: "
+                "it would change the updates, so that parameters are not those of the masters. The "
+                "right form is master_weights(optax.chain(...)). (If these are separate states and "
+                "not a chain, give one of them.)"
+            )
+
+
+def _changes_masters(node: Any) -> bool:
+    """Returns whether a node is the state of a chain with masters in a link before the last."""
+    links = list(node.values() if type(node) is OrderedDict else node) if _is_chain(node) else []
+    return any(type(link).__name__ in _OF_MASTERS for link in links[:-1])
+
+
+def _is_chain(node: Any) -> bool:
+    is_sequence = type(node) in (tuple, OrderedDict)
+    return is_sequence and all(map(_is_link, node.values() if isinstance(node, dict) else node))
 
 
 def _check_around(function: str, tree: Any, path: tuple[Any, ...]) -> None:

@@ -19,7 +19,7 @@ from jaxmp._training.checks import (
     update_inner,
 )
 from jaxmp._training.gradients import show, strong
-from jaxmp._training.key_data import first_key, next_key
+from jaxmp._training.key_data import check_key, first_key, next_key
 from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
@@ -187,6 +187,7 @@ def store_state(
     stored_dtype = _parse(dtype)
     check_count("store_state", "block_size", block_size)
     check_count("store_state", "shards", shards)
+    check_key("store_state", key)
 
     def init(params: Any) -> StoredState:
         check_arrays("store_state", "the parameter", params)

@@ -14,7 +14,7 @@ import optax
 from flax.training import train_state
 
 from jaxmp._flax import is_pytree_node
-from jaxmp._training.checks import as_transformation, check_floating
+from jaxmp._training.checks import as_transformation, check_floating, explained
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.gradients import is_overwrite
 from jaxmp._training.master_weights import (
@@ -169,9 +169,11 @@ class TrainState(train_state.TrainState):
                 "TrainState.apply_gradients: grads is a tuple, and params are a mapping. "
                 "value_and_grad returns a pair: loss, grads = ..."
             )
-        new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
-            grads=grads, **fields
-        )
+        name = "TrainState.apply_gradients"
+        with explained(name, self.tx, grads, self.opt_state, self.params):
+            new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
+                grads=grads, **fields
+            )
         scaler = the_scaler("TrainState.apply_gradients", new.opt_state)
         if scaler is IDENTITY:
             return new
