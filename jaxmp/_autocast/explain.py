@@ -31,7 +31,8 @@ from jaxmp._autocast.transform import is_identity, plan_program, run_program, tr
 from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import dtype_of, variables
-from jaxmp._jaxprs.source import is_backward
+from jaxmp._jaxprs.scopes import REGION
+from jaxmp._jaxprs.source import in_scope, is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
 
@@ -82,7 +83,7 @@ def explain(
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         plan, arrays, parameters = planned(fn, asked, argnums, args, kwargs)
-        rows = tuple(_rows(plan))
+        rows = tuple(_rows(plan, _outside(plan) if is_identity(asked) else frozenset()))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
         differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
@@ -174,11 +175,33 @@ def _is_in(path: str, pattern: str) -> bool:
     return any(key_matches(pattern, part) for part in inside)
 
 
-def _rows(plan: Plan) -> Iterator[Row]:
+def _outside(plan: Plan) -> frozenset[int]:
+    """Returns the identities of the steps in no region, if some are: a wrapped model is one."""
+    found: set[int] = set()
+    has_regions = False
+
+    def enter(plan: Plan) -> None:
+        nonlocal has_regions
+        for step in plan.steps:
+            name = str(step.eqn.params.get("name", ""))
+            if name.startswith(REGION) or in_scope(step.eqn, REGION):
+                has_regions = True
+                continue
+            found.add(id(step))
+            for _, inner in step.inner_plans:
+                enter(inner)
+
+    enter(plan)
+    return frozenset(found if has_regions else ())
+
+
+def _rows(plan: Plan, outside: frozenset[int]) -> Iterator[Row]:
     closing = set(map(id, closures.closing(plan)))
     for visit in plan.walk():
         step = visit.step
-        if not step.plans:
+        if not step.plans and id(step) in outside and step.why.kind == Kind.REGION:
+            yield _row(visit, str(Kind.OUTSIDE.of()))
+        elif not step.plans:
             yield _row(visit, _reason(step, plan.rules), residual(visit))
         elif id(step) in closing:
             yield _row(visit, closures.REASON)
@@ -209,12 +232,11 @@ def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
 
 
 def _reason(step: Step, rules: Rules) -> str:
-    """Returns the sentence for a step, which speaks of float32, in terms of the policy's dtypes."""
+    """Returns the sentence for a step, in terms of the policy's dtypes."""
     if rules.wide == FLOAT32:
         return str(step.why)
     low = str(rules.low or rules.wide)
-    said = str(step.why).replace("float32", rules.wide.name)
-    return said.replace("16-bit value", f"{low} value").replace("16 bits", low)
+    return step.why.said(rules.wide.name, low, low)
 
 
 def _dtype(step: Step) -> str:

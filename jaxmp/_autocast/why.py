@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 
 class Kind(enum.StrEnum):
-    """The kind of a reason; its value is the sentence, with ``{}`` for each detail."""
+    """The kind of a reason; its value is the sentence, with ``{}`` for each detail.
+
+    ``{wide}``, ``{low}`` and ``{bits}`` are the policy's dtypes: see `Why.said`.
+    """
 
     # Matmuls and convolutions.
     CONTRACTION = "matmul or convolution"
@@ -19,7 +22,7 @@ class Kind(enum.StrEnum):
     PRECISION = "precision={}, as the author asked"
     OPERANDS = "operands are {}, not {}"
     MIXED = "multiplies {} by {}"
-    UPCAST_OPERAND = "the author upcast an operand to float32"
+    UPCAST_OPERAND = "the author upcast an operand to {wide}"
     SOLUTION = "an operand is the solution of a linear system"
     SIGNAL = "an operand is made of constants"
     SCALAR_PRODUCT = "a scalar product"
@@ -30,50 +33,51 @@ class Kind(enum.StrEnum):
     ANGLES = "only angles or a linear solver want the result"
 
     # Elementwise operations.
-    SUMMED = "summed in float32 from iteration to iteration"
-    RECURRENCE = "a recurrence: combined in float32"
+    SUMMED = "summed in {wide} from iteration to iteration"
+    RECURRENCE = "a recurrence: combined in {wide}"
     POSITION = "a position: it becomes an index"
-    FLOAT32_READERS = "only float32 ops want the result"
-    NO_LOW_OPERAND = "no 16-bit operand"
+    FLOAT32_READERS = "only {wide} ops want the result"
+    NO_LOW_OPERAND = "no {low} operand"
     LEAVES_NORMALIZATION = "leaves a normalization towards a matmul or convolution"
-    ENDS_NORMALIZATION = "ends a normalization: leaves in 16 bits"
+    ENDS_NORMALIZATION = "ends a normalization: leaves in {bits}"
     NORMALIZES = "normalizes: meets a statistic of its own operand"
-    DIVIDES = "divides by a 16-bit value, of which the derivative may overflow"
-    DATA = "float32 data wins over 16 bits"
-    LARGE_SUMMAND = "a large constant, or a position, wins over 16 bits as a summand"
-    SHARED_SUMMAND = "a value that many share wins over 16 bits as a summand"
+    DIVIDES = "divides by a {low} value, of which the derivative may overflow"
+    DATA = "{wide} data wins over {bits}"
+    LARGE_SUMMAND = "a large constant, or a position, wins over {bits} as a summand"
+    SHARED_SUMMAND = "a value that many share wins over {bits} as a summand"
     STEEP = "an angle, a logarithm or a root wants the result as well"
     VANISHES = "the constant {} vanishes in {}"
     OUT_OF_RANGE = "the constant {} is beyond {}"
-    CHOOSES = "chooses among 16-bit values"
-    LOW = "computed from 16-bit values"
-    PARAMETER = "a parameter beside a 16-bit value"
-    COMPUTED = "made from 16-bit values, beside one"
-    SHARED_FACTOR = "made from 16-bit values, as a factor of one"
-    CONSTANT = "a constant beside a 16-bit value"
-    LARGE_FACTOR = "a constant or a position as a factor of a 16-bit value"
+    CHOOSES = "chooses among {low} values"
+    LOW = "computed from {low} values"
+    PARAMETER = "a parameter beside a {low} value"
+    COMPUTED = "made from {low} values, beside one"
+    SHARED_FACTOR = "made from {low} values, as a factor of one"
+    CONSTANT = "a constant beside a {low} value"
+    LARGE_FACTOR = "a constant or a position as a factor of a {low} value"
 
     # Data movement and conversions.
     MOVES = "moves values: as they are"
     MOVES_NARROWED = "moves what a matmul or convolution reads"
-    MOVES_WIDENED = "moves what float32 ops read: widened once"
-    REPEATS = "repeats values: its gradient is summed in float32"
+    MOVES_WIDENED = "moves what {wide} ops read: widened once"
+    REPEATS = "repeats values: its gradient is summed in {wide}"
     UPCAST = "the author's upcast"
     CONVERSION = "the author's conversion"
 
-    # Equations that run in float32, or as written, whatever their operands are.
-    SENSITIVE = "sensitive op: float32"
-    NOT_FLOAT32 = "no float32 operand"
+    # Equations that run in {wide}, or as written, whatever their operands are.
+    SENSITIVE = "sensitive op: {wide}"
+    NOT_FLOAT32 = "no {wide} operand"
     AS_WRITTEN = "runs as written"
-    REGION = "float32 region"
-    LAYERS_OWN = "float32: the layer's own dtype"
+    REGION = "{wide} region"
+    OUTSIDE = "outside the model"
+    LAYERS_OWN = "{wide}: the layer's own dtype"
     UNLISTED = "not classified: runs as written"
     NOT_LOOKED_INSIDE = "not classified, not looked inside: runs as written"
     CLOSES_OVER = "a derivative rule closes over a traced value, and the program runs as written"
 
     # Equations with jaxprs inside.
     INSIDE = "looked inside"
-    WHILE = "looked inside; a while loop carries float32"
+    WHILE = "looked inside; a while loop carries {wide}"
 
     # Notes.
     EXACTLY = ": multiplied in float32, then narrowed"
@@ -83,7 +87,7 @@ class Kind(enum.StrEnum):
     NOT_QUANTIZED = "; not {1}: {0}"
     INTENDED = ""  # not quantized on purpose: it is not a layer, or the last one
     STORED = " (stored values, scaled after)"
-    SOFTMAX = " (of a softmax: its probabilities are kept in 16 bits, and nothing else of it)"
+    SOFTMAX = " (of a softmax: its probabilities are kept in {bits}, and nothing else of it)"
     PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
     FUSED = "; attention, computed by {} on {}"
     NOT_FUSED = "; attention, not fused: {}"
@@ -142,8 +146,18 @@ class Why(NamedTuple):
         """Returns the reason without notes of a kind."""
         return self._replace(notes=tuple(note for note in self.notes if note.kind != kind))
 
+    def said(self, wide: str = "float32", low: str = "16-bit", bits: str = "16 bits") -> str:
+        """Returns the sentence, in terms of the dtypes of a policy.
+
+        Example:
+          >>> Kind.NO_LOW_OPERAND.of().said("float64", "float32", "float32")
+          'no float32 operand'
+        """
+        sentence = self.kind.value.format(*self.details, wide=wide, low=low, bits=bits)
+        return sentence + "".join(note.said(wide, low, bits) for note in self.notes)
+
     def __str__(self) -> str:
-        return self.kind.value.format(*self.details) + "".join(map(str, self.notes))
+        return self.said()
 
 
 def is_unknown(why: Why) -> bool:

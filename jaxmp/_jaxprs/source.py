@@ -146,7 +146,8 @@ def plain_path(stack: str) -> str:
         stack = plain
     kept: list[str] = []
     for part in stack.split("/"):
-        named = part and not part.startswith(_NOT_MODULES)
+        # JAX names an einsum's equations by its letters: ``bth,hd->btd``.
+        named = part and "->" not in part and not part.startswith(_NOT_MODULES)
         if named and (not kept or kept[-1] != part):
             kept.append(part)
     # JAX names what it transposes under `jax.checkpoint` twice: ``jvp(A)/B/jvp(A)/B/checkpoint/C``.

@@ -182,7 +182,8 @@ class Overrides:
 
     def check_collections(self, variables: Mapping[str, Any]) -> None:
         """Raises if `params` names collections, and the module has none of them but others."""
-        if self.params != ("params",) and variables and not variables.keys() & set(self.params):
+        named = self.part is None and self.params != ("params",)
+        if named and variables and not variables.keys() & set(self.params):
             raise ValueError(
                 f"wrap: params={self.params!r} names no collection of the module, so none of its "
                 f"variables would be parameters. Its collections are {', '.join(variables)}."

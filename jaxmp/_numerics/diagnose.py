@@ -24,6 +24,7 @@ from jaxmp.policy import PolicyLike, single_policy
 
 # If more than this share of values, or of a norm, is lost, it is worth a line.
 _MUCH = 0.01
+_MAGNITUDES = 2.0 ** (np.arange(OCTAVES) - BIAS + 0.5)  # the middle of each octave
 # The default bounds of the scale in `dynamic_loss_scale`.
 _BOUNDS = 1.0, 2.0**24
 
@@ -149,12 +150,15 @@ class NumericsReport(Readings):
     def underflows(self) -> tuple[tuple[Site, float], ...]:
         """The operations that made 0 of more than 1 % of the values that are not 0 in float32.
 
-        With the share in this one step, for its operands as they were; the largest first.
+        With the share in this one step, for its operands as they were; the largest first. Only
+        values below the range of the dtype count: 1 - tanh(x)**2 is 0 where tanh(x) rounds to 1,
+        which is rounding.
         """
         found = []
         for m in self._whole():
             s = m.statistics.joined()
-            found.append((m.site, float(s.flushed / max(s.twins - (s.zeros - s.flushed), 1))))
+            flushed = float(s.flushed / max(s.twins - (s.zeros - s.flushed), 1))
+            found.append((m.site, min(flushed, self._below_range(m.site))))
         return _most_first(pair for pair in found if pair[1] > _MUCH)
 
     @functools.cached_property
@@ -208,15 +212,14 @@ class NumericsReport(Readings):
     def _room(self) -> str:
         """Describes the loss scale to begin with, and the underflow there."""
         forward = next((f for f in self.faults if not f.site.backward), None)
-        said = ""
         if forward is not None:
-            said = f"none helps the {forward.site.op} above, in the forward pass; for the rest "
+            return f"none helps the {forward.site.op} above, in the forward pass"
         gradients = self._gradients()
         if all(m.site.dtype == "bfloat16" for m in gradients) and self.smallest_loss_scale <= 1:
-            return f"{said}none is needed"
+            return "none is needed"
         if self.init_scale is None:
             largest = max(gradients, key=lambda m: float(np.max(m.statistics.largest)))
-            return f"{said}none: gradients overflow at 1 already: {largest.site}"
+            return f"none: gradients overflow at 1 already: {largest.site}"
         lost = [self._lost(m, self.init_scale) for m in gradients]
         sizes = [m.site.size for m in gradients]
         zeros = np.average([share for share, _ in lost], weights=sizes) if any(sizes) else 0.0
@@ -224,7 +227,7 @@ class NumericsReport(Readings):
             ((cost, m.site) for (_, cost), m in zip(lost, gradients, strict=True)),
             key=lambda pair: pair[0],
         )
-        said += f"begin with init_scale=2**{np.log2(self.init_scale):g}"
+        said = f"begin with init_scale=2**{np.log2(self.init_scale):g}"
         if np.isfinite(self.largest_loss_scale):
             said += f", finite up to 2**{np.log2(self.largest_loss_scale):g}"
         said += f": {zeros:.2%} of gradients become 0 there, and "
@@ -240,13 +243,22 @@ class NumericsReport(Readings):
         counts = np.asarray(m.statistics.joined().octaves, np.float64)
         info = jnp.finfo(m.site.dtype)
         half = float(info.smallest_subnormal) / 2
-        magnitudes = 2.0 ** (np.arange(OCTAVES) - BIAS + 0.5) * (scale / self.run.loss_scale)
+        magnitudes = _MAGNITUDES * (scale / self.run.loss_scale)
         lost = np.where(magnitudes < float(info.tiny), np.minimum(magnitudes, half), 0)
         norm = np.sum(counts * magnitudes**2)
         if not norm:
             return 0.0, 0.0
         zeros = np.sum(counts[magnitudes < half]) / np.sum(counts)
         return float(zeros), float(np.sqrt(np.sum(counts * lost**2) / norm))
+
+    def _below_range(self, site: Site) -> float:
+        """Returns the share of a site's values in float32 that its dtype rounds to 0."""
+        statistics = self.wide.sites[site.name].statistics
+        if not statistics.is_whole or not jnp.issubdtype(site.dtype, jnp.floating):
+            return 1.0
+        counts = np.asarray(statistics.joined().octaves, np.float64)
+        half = float(jnp.finfo(site.dtype).smallest_subnormal) / 2
+        return float(np.sum(counts[half > _MAGNITUDES]) / max(np.sum(counts), 1))
 
     def _gradients(self) -> list[Measured]:
         """Returns the float32 measurements of gradients that the policy computes in 16 bits."""

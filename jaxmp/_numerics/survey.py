@@ -25,6 +25,8 @@ from jaxmp.policy import key_matches
 _UNMEASURED = flagged(Flag.UNMEASURED)
 # Primitives of jaxmp that are one operation: their inner jaxprs only implement a product.
 WHOLE = frozenset({"product_by_parameter", "product_in_float32"})
+# Primitives that no user wrote.
+_IN_WORDS = {"one_minus_square": "1 - y**2 of a derivative"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Site(Printed):
     def __str__(self) -> str:
         """Describes the operation in one line."""
         direction = "backward" if self.backward else "forward"
-        return f"{self.op} ({self.dtype}, {direction}) in {self.where or 'no module'}"
+        op = _IN_WORDS.get(self.op, self.op)
+        return f"{op} ({self.dtype}, {direction}) in {self.where or 'no module'}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,17 +197,20 @@ class PreflightReport(_screen.Report):
 
 
 def _trust(report: PreflightReport) -> Iterator[str]:
-    """Yields lines that say which figures are exact, and how the others are estimated."""
-    yield (
-        "Exact: memory; collectives (in a loop, once per iteration); traffic and products (in a "
-        "loop, once)."
-    )
-    yield "Estimated by the compiler: cycles (in a loop, once)."
+    """Yields lines that say which figures the compiler reports, and how others are estimated."""
+    programs = [r.program for r in report.policies if r.program is not None]
+    figures = ["memory", "products"]
+    figures += ["traffic"] * any(r.bytes_accessed for r in report.policies)
+    loops = "What is in a loop counts once"
+    if any(program.moved for program in programs):
+        figures.append("collectives")
+        loops += ", a collective once per iteration"
+    yield f"Reported by the compiler: {', '.join(figures)}. {loops}."
     times = [report.step_time(result.policy) for result in report.policies]
     if sources := {time.source for time in times if time}:
         yield from _screen.wrapped(
-            f"Estimated, not measured: the time of a step, by {' and '.join(sorted(sources))}; "
-            "benchmarks/roofline.py prints its error against what is published."
+            f"Estimated: the time of a step, by {' and '.join(sorted(sources))} "
+            "(benchmarks/roofline.py prints how far it is off)."
         )
 
 
@@ -233,6 +236,10 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
     yield size("  arguments", "argument_bytes")
     yield from _of_arguments(report)
+    results_only = [r.output_bytes - r.aliased_bytes for r in results]
+    if any(100 * size > r.peak_bytes for size, r in zip(results_only, results, strict=True)):
+        cells = map(_gib, results_only)
+        yield "  results", [c if r.program else "-" for c, r in zip(cells, results, strict=True)]
     yield size("  temporaries", "temporary_bytes")
     yield size("  code", "code_bytes")
     yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
@@ -240,7 +247,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield f"largest {name}", [str(r.largest[name]) for r in results]
     if any(r.bytes_accessed for r in results):
         traffic = [r.bytes_accessed for r in results]
-        yield "traffic", [f"{size / 1e9:.2f} GB" if size else "-" for size in traffic]
+        yield "traffic", [_gb(size) if size else "-" for size in traffic]
     if any(p.cycles or p.unknown_cycles for p in programs):
         yield row("estimated cycles", _cycles)
     times = [report.step_time(r.policy) for r in results]
@@ -258,18 +265,29 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
 
 
 def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
-    """Yields a row for each purpose and dtype of at least 1 % of the bytes of all arguments."""
+    """Yields a row for each purpose and dtype of at least 1 % of the bytes of all arguments.
+
+    Another one has the rest: of smaller ones, and what the compiler adds to align and pad arrays.
+    """
     total = sum(sum(sizes.values()) for sizes in report.arguments.values())
+    if not total:
+        return
+    shown = 0
     for purpose, sizes in report.arguments.items():
         for dtype, size in sizes.items():
             if 100 * size >= total:
+                shown += size
                 cells = [_gib(size) if result.program else "-" for result in report.policies]
                 yield f"    {purpose} {dtype}", cells
+    results = report.policies
+    rest = [max(r.argument_bytes - shown, 0) if r.program else None for r in results]
+    if any(r and 100 * r >= result.argument_bytes for r, result in zip(rest, results, strict=True)):
+        yield "    others, padding", ["-" if size is None else _gib(size) for size in rest]
 
 
 def _cycles(program: HloProgram) -> str:
     """Formats the known cycles, and the number of operations whose cycles are unknown."""
-    cycles = "unknown" if program.cycles is None else f"{program.cycles / 1e6:.1f} M"
+    cycles = "unknown" if program.cycles is None else _millions(program.cycles)
     return f"{cycles} (+ {program.unknown_cycles} ?)" if program.unknown_cycles else cycles
 
 
@@ -323,7 +341,20 @@ def _bits(dtype: str) -> int:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+    """Formats bytes, in a unit of which there is at least half of one."""
+    if size >= 2**29:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= 2**19:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB" if size >= 2**9 else f"{size:.0f} B"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 5e6 else f"{_screen.si(size)}B"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 50_000 else f"{count:,}"
 
 
 def _seconds(time: float) -> str:

@@ -45,7 +45,11 @@ class Largest:
     def __str__(self) -> str:
         if self.error:
             return f"{self.largest} (then the compiler failed)"
-        return f"{self.largest} ({self.refused} does not)" if self.refused else f"{self.largest} +"
+        return (
+            f"{self.largest} ({self.refused} does not)"
+            if self.refused
+            else f"{self.largest} or more"
+        )
 
 
 def search(probe: Callable[[int], Attempt], start: int, unit: int = 1) -> Largest:

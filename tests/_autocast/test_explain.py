@@ -434,14 +434,15 @@ def test_every_reason_is_given_where_it_holds(reason: str) -> None:
 # What other tests see: passes add it, or no row shows it, or `contraction` is not asked for it.
 NOT_HERE = {
     Kind.INSIDE, Kind.WHILE, Kind.LAYERS_OWN, Kind.CLOSES_OVER, Kind.OPERANDS, Kind.DROPPED,
-    Kind.MOVES_NARROWED, Kind.MOVES_WIDENED,
+    Kind.MOVES_NARROWED, Kind.MOVES_WIDENED, Kind.OUTSIDE,
 }  # fmt: skip
 
 
 def test_no_reason_is_untested() -> None:
     # Notes begin with a space or punctuation, or are empty.
-    kinds = [kind for kind in Kind if kind.value[:1].isalpha() and kind not in NOT_HERE]
-    patterns = {k: re.escape(k.value.format("…", "…")).replace("…", ".+") for k in kinds}
+    kinds = [kind for kind in Kind if str(kind.of(1, 2))[:1].isalpha() and kind not in NOT_HERE]
+    sentences = {k: k.of("…", "…").said() for k in kinds}
+    patterns = {k: re.escape(said).replace("…", ".+") for k, said in sentences.items()}
     untested = {k for k, p in patterns.items() if not any(re.fullmatch(p, r) for r in REASONS)}
     assert not untested
     assert len(kinds) > 40
@@ -505,3 +506,44 @@ def test_the_scopes_of_jaxmp_are_not_modules() -> None:
     assert any(r.op == "is_finite" for r in found.rows)
     assert "jaxmp" not in str(found)
     assert not any("jaxmp" in r.path for r in found.rows)
+
+
+def test_the_optimizer_is_outside_the_model() -> None:
+    """Of a step with a wrapped model: not a "float32 region", which someone asked for."""
+    model = jaxmp.wrap(nn.Dense(4), BF16)
+    tx = optax.adam(1e-3)
+
+    @jaxmp.full_precision
+    def pinned(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean(pinned(model.apply(p, x)) ** 2))(params)
+        return tx.update(grads, state, params)
+
+    params = model.init(jax.random.key(0), X)
+    rows = jaxmp.explain(step)(params, tx.init(params), X).rows
+    assert {r.reason for r in rows if r.op in ("sqrt", "integer_pow")} == {"outside the model"}
+    assert {r.reason for r in rows if r.op == "sin"} == {"float32 region"}
+    alone = jaxmp.explain(lambda x: jnp.sin(x))(X).rows
+    assert {r.reason for r in alone} == {"float32 region"}
+
+
+def test_the_letters_of_an_einsum_are_no_module() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("block"):
+            return jnp.einsum("bi,ij->bj", x, w)
+
+    assert {r.path for r in explain(fn, BF16)(X, W).rows} == {"block"}
+
+
+def test_reasons_name_the_dtypes_of_a_policy_for_float64() -> None:
+    """From the policy, not by rewriting English: operands of float32 stay so."""
+    policy = jaxmp.Policy(param_dtype="float64", compute_dtype="float32", output_dtype="float64")
+    with jax.enable_x64(True):
+        x, w = (jnp.asarray(a, "float64") for a in (X, W))
+        found = explain(lambda w, x: jnp.tanh(x.astype("float32") @ w.astype("float32")), policy)
+        reasons = {r.reason for r in found(w, x).rows if r.op == "dot_general"}
+    assert not any("float64, not float64" in reason for reason in reasons)
+    said = Kind.OPERANDS.of("float32", "float64").said("float64", "float32", "float32")
+    assert said == "operands are float32, not float64"

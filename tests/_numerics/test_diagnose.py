@@ -318,7 +318,7 @@ def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends()
     fault = str(report.first)
     assert fault.startswith(f"convert_element_type of mul (float32 at {made}) (float16, forward)")
     assert f" in {cast}: overflow" in fault
-    assert "none helps the convert_element_type above, in the forward pass; for" in str(report)
+    assert "none helps the convert_element_type above, in the forward pass\n" in str(report)
 
 
 def test_it_says_with_which_loss_scale_to_begin() -> None:
@@ -441,3 +441,21 @@ def test_a_decoder_trains_from_the_advised_scale_on_without_a_skip() -> None:
     assert loss < shrunk * 2
     assert jaxmp.loss_scaling.skipped_count(state.opt_state) == 0
     assert state.loss_scale == report.init_scale
+
+
+def test_a_saturated_tanh_is_no_underflow() -> None:
+    """1 - tanh(x)**2 is 0 where tanh(x) rounds to 1; the user wrote no such operation."""
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 64))}
+    x = 3 * jax.random.normal(jax.random.key(1), (32, 16))
+    report = jaxmp.diagnose(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"])), "mixed_bfloat16")(
+        params, x
+    )
+    assert report.underflows == ()
+    assert not any("one_minus_square" in str(site) for site in report.run.program.sites.values())
+
+
+def test_after_a_nan_in_the_forward_pass_nothing_else_is_said_of_loss_scales() -> None:
+    params, x = {"w": -jnp.ones((8, 8))}, jnp.ones((4, 8))
+    report = jaxmp.diagnose(lambda p, x: jnp.mean(jnp.log(x @ p["w"])), "mixed_float16")(params, x)
+    [said] = [line for line in str(report).splitlines() if line.startswith("loss scale")]
+    assert said == "loss scale    1; none helps the log above, in the forward pass"

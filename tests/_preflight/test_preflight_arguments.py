@@ -19,6 +19,7 @@ import jaxmp
 from jaxmp._preflight.arguments import bytes_by_purpose
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.report import Preflight, PreflightReport
+from jaxmp._preflight.size_search import Largest
 from jaxmp._speed.target import parse_target
 
 N = 64 * 128
@@ -128,6 +129,36 @@ def test_rows_of_the_report():
     assert rows[first + 1 : first + 4] == [
         "parameters float32 | 256.0 MiB | -",
         "optimizer state int8 | 0.75 GiB | -",
-        "temporaries | 0.0 MiB | -",
+        "temporaries | 0 B | -",
     ]
     assert report.to_dict()["arguments"]["optimizer state"]["float32"] == 2**20
+
+
+def test_the_parts_of_a_small_model_have_a_size_and_add_up():
+    """Not seven rows of "0.0 MiB"; what the compiler pads, and results, are rows of their own."""
+    one = Preflight(
+        policy="one",
+        argument_bytes=1536,
+        output_bytes=31_024,
+        aliased_bytes=1024,
+        temporary_bytes=2048,
+        code_bytes=600_000,
+        program=read_hlo(""),
+    )
+    arguments = {"parameters": {"float32": 1024}, "other arguments": {"int32": 4}}
+    report = PreflightReport(parse_target("gpu-h100"), (one,), arguments)
+    rows = dict(
+        line.strip().rsplit("  ", 1) for line in str(report).splitlines() if "  " in line.strip()
+    )
+    sizes = {name.strip(): size.strip() for name, size in rows.items()}
+    assert sizes["others, padding"] == "0.5 KiB"
+    assert sizes["results"] == "29.3 KiB"
+    assert sizes["code"] == "0.6 MiB"
+    assert "0.0 MiB" not in str(report)
+    assert "Reported by the compiler: memory, products. What is in a loop counts once." in str(
+        report
+    )
+
+
+def test_a_search_without_a_limit_says_so():
+    assert str(Largest(2097152, None)) == "2097152 or more"

@@ -85,7 +85,8 @@ def _literals(node: ast.expr) -> Iterator[str]:
 def of_kinds() -> set[str]:
     """The sentences of the catalogue, without what joins notes to them."""
     kinds = (*Kind, *Residual)
-    texts = (kind.value.format("…", "…").replace("'…'", "…") for kind in kinds)
+    dtypes = {"wide": "float32", "low": "16-bit", "bits": "16 bits"}
+    texts = (kind.value.format("…", "…", **dtypes).replace("'…'", "…") for kind in kinds)
     return {text.strip(" ;:,()") for text in texts} - {"", "…"}
 
 
