@@ -400,7 +400,7 @@ def test_a_loss_that_takes_other_arguments_is_told_what_tune_gives_it():
 
 
 @pytest.mark.slow
-def test_across_devices_it_is_what_it_is_on_one(small):
+def test_across_devices_it_is_what_it_is_on_one():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
 
@@ -411,9 +411,10 @@ def test_across_devices_it_is_what_it_is_on_one(small):
         specs = {"mesh": mesh, "in_specs": (spec(), spec("data")), "out_specs": spec()}
         return jax.shard_map(local, **specs)(params, x)
 
-    found = jaxmp.tune(loss)(SCOPED_PARAMS, [SCOPED_X])
-    assert found.policy == small.policy
-    np.testing.assert_allclose(found.predicted, small.predicted, rtol=0.5)
+    # The means are those of each device: another loss, but for rounding's share in it.
+    found, one = (jaxmp.tune(f, probes=64)(SCOPED_PARAMS, [SCOPED_X]) for f in (loss, scoped_loss))
+    assert found.policy == one.policy
+    np.testing.assert_allclose(found.predicted, one.predicted, rtol=0.5)
 
 
 # What is kept.
