@@ -20,6 +20,7 @@ from jaxmp._autocast.leaked_tracers import refuse_leaked_tracers, with_held_trac
 from jaxmp._autocast.parameters import Argnums, Parameters, by_position, place_of
 from jaxmp._autocast.passes.order import PASSES
 from jaxmp._autocast.passes.rematerialize import recompute
+from jaxmp._autocast.passes.watch_overflow import is_overflow_watched
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
@@ -222,8 +223,9 @@ def under_policy(
             watch(plan)
         return plan
 
-    # Keyed by device as well: which products a recipe multiplies may depend on it.
-    plans = functools.lru_cache(maxsize=64)(lambda program, given, _: make(program.jaxpr, given))
+    # Keyed by device as well, on which the products that a recipe multiplies may depend; and by
+    # whether overflow is watched.
+    plans = functools.lru_cache(maxsize=64)(lambda program, given, *_: make(program.jaxpr, given))
 
     warned: set[str] = set()  # each eager call of a program that has no key plans it again
 
@@ -237,7 +239,7 @@ def under_policy(
         plan = (
             make(traced.jaxpr, given)
             if program is None
-            else plans(program, given, traced_for().device_kind)
+            else plans(program, given, traced_for().device_kind, is_overflow_watched())
         )
         for warn in COVERAGE:
             warn(plan, warned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp._autocast.passes.watch_overflow import overflow_watched
 from jaxmp._jaxprs.scopes import UNSCALE
 from jaxmp._training.checks import check_floating
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite, widened
@@ -27,8 +29,15 @@ def scaled_value_and_grad(
     state: LossScaleState,
     argnums: Any,
     has_aux: bool,  # noqa: FBT001
+    *,
+    skip_overflow: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Implements `jaxmp.value_and_grad`, given a scaler's state; `name` is for error messages."""
+    if skip_overflow and state is IDENTITY:
+        raise ValueError(
+            f"{name}: skip_overflow=True, but the optimizer has no loss scaler, which skips steps; "
+            "make it jaxmp.dynamic_loss_scale(tx)."
+        )
     if not callable(fun):
         raise TypeError(
             f"{name}: loss_fn, which comes first, must be a function that returns a loss; got "
@@ -52,6 +61,10 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with overflow_watched() if skip_overflow else contextlib.nullcontext():
+            return differentiated(*args, **kwargs)
+
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # The positions that exist: JAX refuses the others.
         chosen = {i: args[i] for i in positions if -len(args) <= i < len(args)}
         if _has_module(chosen):

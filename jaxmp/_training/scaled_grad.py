@@ -223,6 +223,8 @@ def value_and_grad(
     opt_state: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.value_and_grad has it
+    *,
+    skip_overflow: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that returns a loss and its gradients, through a scaled loss.
 
@@ -241,13 +243,18 @@ def value_and_grad(
       opt_state: As for `loss_scale`. Without a scaler this is `jax.value_and_grad`.
       argnums: The arguments to differentiate, as in JAX.
       has_aux: Whether `fun` returns a pair.
+      skip_overflow: Whether to skip a step also where a value overflowed float16 in the forward
+        pass and the infinity is gone from the loss, as in ``x / inf``, ``min(inf, 6)`` or
+        ``tanh(inf)``: its gradients are NaN. It costs a pass over what float16 products return, and
+        needs a scaler. Values without a derivative (an argmax) are not watched, nor are those
+        inside a function with a `jax.custom_vjp`.
 
     Returns:
       A function of `fun`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`. With a scaler the
       gradients of 16-bit parameters are float32.
 
     Raises:
-      ValueError: As `loss_scale`.
+      ValueError: As `loss_scale`, or with `skip_overflow` if there is no scaler.
       TypeError: As `loss_scale`, or if `fun` is not a function; when called, if the loss is not a
         real floating number, or an argument to differentiate has a leaf that is an integer, or not
         an array, as an Equinox module has.
@@ -261,5 +268,9 @@ def value_and_grad(
       (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
     state = find_scaler("value_and_grad", opt_state)
-    fn = scaled_value_and_grad("value_and_grad", fun, state, argnums, has_aux)
-    return policies_checked(fn, "value_and_grad", has_scaler=state is not IDENTITY)
+    fn = scaled_value_and_grad(
+        "value_and_grad", fun, state, argnums, has_aux, skip_overflow=skip_overflow
+    )
+    return policies_checked(
+        fn, "value_and_grad", has_scaler=state is not IDENTITY, skip_overflow=skip_overflow
+    )

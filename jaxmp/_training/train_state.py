@@ -132,15 +132,20 @@ class TrainState(train_state.TrainState):
         has_aux: bool = False,  # noqa: FBT001, FBT002  # a step reads better so
         *,
         argnums: int | Sequence[int] = 0,
+        skip_overflow: bool = False,
     ) -> Callable[..., tuple[Any, Any]]:
         """Makes a function that returns the loss and its gradients, for `apply_gradients`.
 
-        It is `jaxmp.value_and_grad(loss_fn, self.opt_state, argnums, has_aux)`: see there.
+        It is `jaxmp.value_and_grad(loss_fn, self.opt_state, argnums, has_aux, ...)`: see there.
         """
         name = "TrainState.value_and_grad"
         state = the_scaler(name, self.opt_state)
-        fn = scaled_value_and_grad(name, loss_fn, state, argnums, has_aux)
-        return policies_checked(fn, name, has_scaler=state is not IDENTITY)
+        fn = scaled_value_and_grad(
+            name, loss_fn, state, argnums, has_aux, skip_overflow=skip_overflow
+        )
+        return policies_checked(
+            fn, name, has_scaler=state is not IDENTITY, skip_overflow=skip_overflow
+        )
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
         """Makes a step; where the gradients are not finite, skips it as a whole.
