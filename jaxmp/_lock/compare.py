@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp import _screen
@@ -13,7 +14,11 @@ from jaxmp._lock.file import collapsed, dtype_at, in_words
 from jaxmp._lock.lock import UNSAID, Lock
 from jaxmp._lock.patterns import compressed
 
-_NOTHING = "nothing"
+_NOTHING, _ABSENT = "nothing", "not there"
+_PROGRAM = "(the program)"
+# More differences than this that are one dtype in the place of another are one block.
+_MANY = 8
+_DTYPE = re.compile(r"\b(?:bfloat|float|int|uint|complex)\d+\w*")
 # The number of module patterns shown for a group of modules with the same differences.
 _PATTERNS = 6
 # The number of source lines shown for a difference.
@@ -51,19 +56,31 @@ class LockComparison(_screen.Report):
         """Returns the first difference, and all by module: what fits on a screen, or everything."""
         if not self.differences:
             return f"{self.path}: the program computes in the same dtypes."
-        first = min(self.differences, key=lambda d: d.order)
         count = _screen.counted(len(self.differences), "difference")
-        at = f" at {first.source}" if first.source else ""
-        head = [f"{self.path}: {count}."]
-        head += _screen.wrapped(f"First in the program: {first.module}, {first.what}{at}.")
+        lines = [f"{self.path}: {count}. {_first(self.differences)}"]
+        if len(lines[0]) > _screen.COLUMNS:
+            lines = [f"{self.path}: {count}.", *_screen.wrapped(_first(self.differences))]
         tail = "If that is wanted: the same command with --update, and commit the file."
+        merged, rest = ([], self.differences) if verbose else _merged(self.differences)
         most = sys.maxsize if verbose else _PATTERNS
+        [program, others] = (
+            [d for d in rest if (d.module == _PROGRAM) is so] for so in (True, False)
+        )
+        blocks = [*_blocks(program, most), *merged, *_blocks(others, most)]
         room = sys.maxsize if verbose else _screen.LINES - 6
-        lines = _screen.fitted(list(_blocks(self.differences, most)), room, "block")
-        return "\n".join([*head, "", *lines, "", tail])
+        return "\n".join([*lines, "", *_screen.fitted(blocks, room, "block"), "", tail])
 
     def __str__(self) -> str:
         return self.to_text()
+
+
+def _first(differences: Sequence[Difference]) -> str:
+    """Says which difference is first in the program, and usually causes the others."""
+    first = min(differences, key=lambda d: d.order)
+    if first.module == _PROGRAM:
+        return f"The {first.what} was {first.was}, and is {first.now}."
+    at = f" at {first.source}" if first.source else ""
+    return f"First in the program: {first.module}, {first.what}{at}."
 
 
 def compare(path: str, was: Lock, now: Lock) -> LockComparison:
@@ -73,7 +90,7 @@ def compare(path: str, was: Lock, now: Lock) -> LockComparison:
         ("policy", was.policy or "as written", now.policy or "as written"),
         ("loss scaling", _several(was.scaling), _several(now.scaling)),
     ):
-        found += [Difference("(the program)", what, a, b, order=-1)] if a != b else []
+        found += [Difference(_PROGRAM, what, a, b, order=-1)] if a != b else []
     found += _of_dtypes("argument", was.arguments, now.arguments)
     found += _of_operations(was, now)
     found += _of_dtypes("result", was.results, now.results)
@@ -85,15 +102,17 @@ def _of_dtypes(noun: str, was: Mapping[str, str], now: Mapping[str, str]) -> Ite
     there, order = set(), -0.5 if noun == "argument" else float("inf")
     dtypes: dict[str, tuple[str, str]] = {}
     for path, dtype in now.items():
-        before, expected = dtype_at(path, was) or ("", UNSAID if noun == "result" else "not there")
+        before, expected = dtype_at(path, was) or ("", UNSAID if noun == "result" else _ABSENT)
         there.add(before)
         dtypes[path] = expected, dtype
     for path, (expected, dtype) in collapsed(dtypes):
         if expected != dtype:
-            yield Difference(f"{noun} {path}", "dtype", expected, dtype, order=order)
+            # An array more is seldom the cause: the scaler's, the optimizer's.
+            at = float("inf") if expected == _ABSENT else order
+            yield Difference(f"{noun} {path}", "dtype", expected, dtype, order=at)
     for path, dtype in was.items():
         if path not in there:
-            yield Difference(f"{noun} {path}", "dtype", dtype, "not there", order=order)
+            yield Difference(f"{noun} {path}", "dtype", dtype, _ABSENT)
 
 
 def _of_operations(was: Lock, now: Lock) -> Iterator[Difference]:
@@ -121,7 +140,40 @@ def _several(words: tuple[str, ...] | list[str]) -> str:
     return ", ".join(words) or _NOTHING
 
 
-def _blocks(differences: tuple[Difference, ...], most: int) -> Iterator[list[str]]:
+def _merged(
+    differences: Sequence[Difference],
+) -> tuple[list[list[str]], tuple[Difference, ...]]:
+    """Returns a block for each dtype that is often in the place of another, and the rest."""
+    groups: dict[tuple[str, str] | None, list[Difference]] = defaultdict(list)
+    for difference in differences:
+        groups[_replaced(difference)].append(difference)
+    blocks, done = [], set[int]()
+    for pair, of in groups.items():
+        if pair is None or len(of) <= _MANY:
+            continue
+        done |= set(map(id, of))
+        names = compressed(dict.fromkeys(d.module for d in of))
+        count = _screen.counted(len(of), "difference")
+        lines = [f"{count}: {pair[1]} in the place of {pair[0]}, and nothing else"]
+        more = [f"and {len(names) - _MANY} more"] if len(names) > _MANY else []
+        lines += _screen.wrapped(f"in {', '.join([*names[:_MANY], *more])}", 2, hanging=5)
+        whats = ", ".join(dict.fromkeys(d.what for d in of))
+        blocks.append([*lines, *_screen.wrapped(f"of {whats}", 2, hanging=5)])
+    return blocks, tuple(d for d in differences if id(d) not in done)
+
+
+def _replaced(difference: Difference) -> tuple[str, str] | None:
+    """Returns the dtype of the lock and the one in its place, if nothing else is different."""
+    was, now = (set(_DTYPE.findall(text)) for text in (difference.was, difference.now))
+    if len(was - now) != 1 or len(now - was) != 1 or difference.module == _PROGRAM:
+        return None
+    [old], [new] = was - now, now - was
+    replaced = re.sub(rf"\b{old}\b", new, difference.was)
+    is_all = sorted(replaced.split(", ")) == sorted(difference.now.split(", "))
+    return (old, new) if is_all else None
+
+
+def _blocks(differences: Sequence[Difference], most: int) -> Iterator[list[str]]:
     """Yields the lines on each group of modules with equal differences; names `most` of them."""
     by_module: dict[str, list[Difference]] = defaultdict(list)
     for difference in differences:

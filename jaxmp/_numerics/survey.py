@@ -99,8 +99,8 @@ class Site(Printed):
         return self.size * math.prod(loop.length for loop in self.loops)
 
     def is_in(self, pattern: str) -> bool:
-        """Returns whether the path matches a pattern, by the rules of a `PolicyMap`."""
-        return key_matches(pattern, self.path.split("/"))
+        """Returns whether a pattern is the path, or matches it by the rules of a `PolicyMap`."""
+        return pattern == self.path or key_matches(pattern, self.path.split("/"))
 
     @property
     def where(self) -> str:

@@ -24,11 +24,23 @@ Program = tuple[Callable[..., Any], list[Any]]
 STARTS = "jaxmp compiles "
 
 
+# The file in which the worker leaves why it cannot describe the target.
+REFUSED = "topology.txt"
+
+
+class TopologyError(ValueError):
+    """Raised for a target that its compiler does not describe; it says why."""
+
+
 def main(folder: Path) -> None:
-    """Compiles every program of a job."""
+    """Compiles every program of a job; leaves `REFUSED` where there is no such target."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # here, not on import: this file is imported elsewhere
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    devices = topology_devices(job)
+    try:
+        devices = topology_devices(job)
+    except TopologyError as error:
+        (folder / REFUSED).write_text(str(error), encoding="utf-8")
+        sys.exit(1)
     for name in job["programs"]:
         sys.stdout.write(f"\n{STARTS}{name}\n")
         sys.stdout.flush()
@@ -42,7 +54,11 @@ def lowered_for(job: dict[str, Any]) -> str:
 
 
 def topology_devices(job: dict[str, Any]) -> list[Any]:
-    """Describes the devices of the target, which are not present."""
+    """Describes the devices of the target, which are not present.
+
+    Raises:
+      TopologyError: if its compiler refuses.
+    """
     if job["platform"] == "tpu":
         import libtpu  # noqa: PLC0415 (an extra)
 
@@ -58,7 +74,11 @@ def topology_devices(job: dict[str, Any]) -> list[Any]:
     else:
         options = {"platform": "cuda", "topology_name": "", "topology": job["topology"]}
         options["target_config"] = job["config"]
-    return list(topologies.get_topology_desc(**options).devices)
+    try:
+        return list(topologies.get_topology_desc(**options).devices)
+    except (RuntimeError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        raise TopologyError(said.removeprefix("INVALID_ARGUMENT: ")) from error
 
 
 def exported_program(path: Path, job: dict[str, Any], devices: list[Any]) -> Program:

@@ -26,7 +26,7 @@ from jaxmp._preflight.program import TracedProgram, traced_program
 from jaxmp._preflight.report import Preflight
 from jaxmp._preflight.size_search import sharding_of
 from jaxmp._speed.target import Target
-from jaxmp.devices import kind_of
+from jaxmp.devices import chips, kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -56,7 +56,8 @@ def compile_ahead(
       progress: called with a line of text before each step.
 
     Raises:
-      ValueError: if the arguments are sharded over other devices than the target's.
+      ValueError: if the arguments are sharded over other devices than the target's, or its compiler
+        knows no such topology.
       RuntimeError: if the process ends without a result.
     """
     job = _job(target, args, tuple(donate_argnums))
@@ -83,7 +84,10 @@ def compile_ahead(
             tell(f"compiling for {target.name}: {labels[i]} …")
 
         if job["programs"]:
-            _run_worker(folder, starts)
+            try:
+                _run_worker(folder, starts)
+            except aot_worker.TopologyError as error:
+                raise ValueError(_no_such(target, str(error))) from error
         for i in here:
             starts(i)
             _compile_here(folder / str(i), programs[i], job)
@@ -125,6 +129,13 @@ def _tracing_for(target: Target) -> AbstractContextManager[Any]:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
     return context
+
+
+def _no_such(target: Target, said: str) -> str:
+    chip, _, shape = target.name.partition(":")
+    known = chips()[chip].get("topologies", [])
+    there = f" There are {', '.join(known)} and more." if known else ""
+    return f"preflight: the compiler for {chip} knows no topology {shape!r}: {said}.{there}"
 
 
 def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dict[str, Any]:
@@ -228,6 +239,8 @@ def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:
         except BaseException:
             process.kill()  # leaving the block waits for its end
             raise
+    if (folder / aot_worker.REFUSED).exists():
+        raise aot_worker.TopologyError((folder / aot_worker.REFUSED).read_text(encoding="utf-8"))
     if process.returncode and not any(folder.glob("*.hlo")):
         said = messages.read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(

@@ -20,7 +20,7 @@ from lock_models import BF16, Stack, linen_step
 import jaxmp
 from jaxmp._lock.compare import compare
 from jaxmp._lock.file import read, text_of
-from jaxmp._lock.lock import OUTSIDE, lock
+from jaxmp._lock.lock import OUTSIDE, Lock, lock
 from jaxmp._lock.patterns import compressed, expanded
 from jaxmp.testing import PrecisionError, assert_precision_locked
 
@@ -346,3 +346,35 @@ def test_patterns():
     ):
         assert compressed(paths) == patterns
         assert sorted(path for p in patterns for path in expanded(p, most=10)) == sorted(paths)
+
+
+def test_a_dtype_in_the_place_of_another_is_one_block_after_the_cause() -> None:
+    """Of bfloat16 and float16 120 differences were listed, the cause in the second paragraph."""
+    layers = {
+        f"net/h_{i}": {"forward.matmul": {"bfloat16*bfloat16 -> bfloat16": 2}} for i in range(12)
+    }
+    was = Lock(
+        "mixed_bfloat16", (), {"0": "float32"}, {}, layers | {"net/out": {"saved": {"float32": 1}}}
+    )
+    layers = {name: {"forward.matmul": {"float16*float16 -> float16": 2}} for name in layers}
+    now = Lock(
+        "mixed_float16", (), {"0": "float32", "1/loss_scale": "float32", "1/finite": "bool"}, {},
+        layers | {"net/out": {"saved": {"float32": 1, "float16": 1}}},
+        {("net/out", "saved", "float16"): {"x.py:1": 3}}
+        | {(n, "forward.matmul", "float16*float16 -> float16"): {"x.py:2": 2} for n in layers},
+    )  # fmt: skip
+    found = compare("precision.lock", was, now)
+    lines = str(found).splitlines()
+    assert lines[0] == (
+        "precision.lock: 16 differences. The policy was mixed_bfloat16, and is mixed_float16."
+    )
+    assert lines[5:8] == [
+        "12 differences: float16 in the place of bfloat16, and nothing else",
+        "  in net/h_{0-11}",
+        "  of forward.matmul",
+    ]
+    # The model before what the optimizer has more.
+    text = "\n".join(lines)
+    assert text.index("net/out") < text.index("argument 1/finite")
+    assert found.to_text(verbose=True).count("forward.matmul") == 1
+    assert "float16*float16 -> float16 ×2" in found.to_text(verbose=True)

@@ -356,3 +356,11 @@ def test_arguments_have_names_and_kinds() -> None:
 def test_it_changes_nothing_when_it_is_not_differentiated() -> None:
     got = numerics.capture(loss, "mixed_bfloat16", grad=False)(W, X).results
     assert got == jax.jit(jaxmp.autocast(loss, "mixed_bfloat16"))(W, X)
+
+
+def test_the_path_of_an_argument_is_a_pattern_of_it() -> None:
+    """Brackets are a class of characters in a glob: `[0]` was refused with itself as nearest."""
+    params = [jnp.ones((2, 2)), jnp.ones(2)]
+    run = numerics.capture(lambda p: (p[0] @ p[1]).sum(), sites="p[0]")(params)
+    whole = [m.site.path for m in run.sites.values() if m.statistics.is_whole]
+    assert whole == ["p[0]"]

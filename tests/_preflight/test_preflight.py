@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import cli
-from jaxmp._preflight import compile_ahead, size_search
+from jaxmp._preflight import aot_worker, compile_ahead, size_search
 from jaxmp._preflight.collectives_report import sent_bytes
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective
@@ -620,6 +620,28 @@ def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"ended with code 1:\nno such topology"):
         compile_ahead._run_worker(tmp_path, started.append)
     assert started == [1]
+
+
+def test_a_topology_that_does_not_exist_is_one_sentence(tmp_path, monkeypatch):
+    """Not a traceback of the process that compiles."""
+    job = {"platform": "tpu", "topology": "v5e:3x7", "config": "", "programs": []}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    def refused(_):
+        raise aot_worker.TopologyError('layout "v5e:3x7" is not divisible by bounds')
+
+    monkeypatch.setattr(aot_worker, "topology_devices", refused)
+    with pytest.raises(SystemExit):
+        aot_worker.main(tmp_path)
+    worker = tmp_path / "worker.py"
+    worker.write_text("import sys; sys.exit(1)")
+    monkeypatch.setattr(aot_worker, "__file__", str(worker))
+    with pytest.raises(aot_worker.TopologyError, match="is not divisible") as raised:
+        compile_ahead._run_worker(tmp_path, lambda _: None)
+    message = compile_ahead._no_such(parse_target("tpu-v5e:3x7"), str(raised.value))
+    assert message.splitlines() == [message]
+    assert message.startswith("preflight: the compiler for tpu-v5e knows no topology '3x7': layout")
+    assert message.endswith("There are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16 and more.")
 
 
 @needs_tpu_compiler
