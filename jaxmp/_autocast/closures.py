@@ -27,6 +27,7 @@ from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.planning import Pass
 from jaxmp._autocast.provenance import PARAMETER
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, Pattern, call_of, trace_rule
@@ -183,4 +184,4 @@ def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -
         symbolic=True,
         closes=True,
     )
-    return lambda _plan, args: list(make(call, plan, passes)(*args))
+    return lambda _plan, args: list(make(call, plan, Planner(passes).another)(*args))

@@ -30,8 +30,7 @@ from jax.extend.core import Literal
 from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import DType, Plan, Step, Value
-from jaxmp._autocast.planner import Planner
-from jaxmp._autocast.planning import Pass, Planning
+from jaxmp._autocast.planning import Planning
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.roots import OTHER, is_zeros
 from jaxmp._autocast.rule_calls import (
@@ -47,20 +46,23 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import tangent_type
 
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
+NewPlanner = Callable[..., Planning]
 
 
 def derive(plan: Plan, planner: Planning) -> Plan:
     """Gives each step that calls a function with derivative rules a factory of it; a pass.
 
-    The rules are planned with the same passes, when the function is first called.
+    The rules are planned with the same passes, and plans of jits, when it is first called.
     """
+
+    another = planner.another
 
     def derived(step: Step) -> Step:
         op = step.op
         if not isinstance(op, CustomCall) or step.plans[0].rules.as_written:
             return step
         make = reverse_mode if op.reverse else forward_mode
-        planned = functools.cache(lambda: make(call_of(step.eqn), step.plans[0], planner.passes))
+        planned = functools.cache(lambda: make(call_of(step.eqn), step.plans[0], another))
         return dataclasses.replace(step, op=dataclasses.replace(op, derived=planned))
 
     return dataclasses.replace(plan, steps=tuple(map(derived, plan.steps)))
@@ -69,9 +71,9 @@ def derive(plan: Plan, planner: Planning) -> Plan:
 # Forward mode.
 
 
-def forward_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
+def forward_mode(call: Call, plan: Plan, another: NewPlanner) -> Callable[..., Any]:
     """Returns `call` planned, with its jvp planned when it is first differentiated."""
-    planned = functools.cache(functools.partial(_plan_jvp, call, plan, passes))
+    planned = functools.cache(functools.partial(_plan_jvp, call, plan, another))
     fn = jax.custom_jvp(_named(call.name, lambda *args: execute(plan, args)))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -91,7 +93,7 @@ def forward_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[...
 
 
 def _plan_jvp(
-    call: Call, plan: Plan, passes: Sequence[Pass], active: Pattern
+    call: Call, plan: Plan, another: NewPlanner, active: Pattern
 ) -> tuple[Plan, list[bool]]:
     """Plans the jvp with respect to `active` operands; also returns which tangents are zero."""
 
@@ -105,7 +107,7 @@ def _plan_jvp(
     jaxpr, _ = trace_rule(call, jvp, avals, plan.rules.policy)
     linear = [False] * len(call.ins) + [True] * len(active)
     rules = plan.rules
-    planner = Planner(passes, hidden_tangents(jaxpr, linear, rules))
+    planner = another(tangents=hidden_tangents(jaxpr, linear, rules))
     ins = [
         _kept(planner, rules, *operand) for operand in zip(call.ins, plan.arguments, strict=True)
     ]
@@ -119,9 +121,9 @@ def _plan_jvp(
 # Reverse mode.
 
 
-def reverse_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
+def reverse_mode(call: Call, plan: Plan, another: NewPlanner) -> Callable[..., Any]:
     """Returns `call` planned, with its passes of reverse mode planned when first differentiated."""
-    rule = functools.cache(functools.partial(_Pullback, call, plan, passes))
+    rule = functools.cache(functools.partial(_Pullback, call, plan, another))
     fn = jax.custom_vjp(_named(call.name, lambda *args: execute(plan, args)))
 
     def forward(*args: Any) -> tuple[list[Any], tuple[_Pullback, list[Any]]]:
@@ -157,12 +159,12 @@ class _Pullback:
       backward: cotangents that are not known to be zero → the plan, and which gradients are zero.
     """
 
-    def __init__(self, call: Call, plan: Plan, passes: Sequence[Pass], active: Pattern) -> None:
+    def __init__(self, call: Call, plan: Plan, another: NewPlanner, active: Pattern) -> None:
         self.active = active
         self.backward = functools.cache(self._plan_backward)
         self._call, self._plan = call, plan
         self._grads = [plan.ins[i] for i in active]
-        self._planner = Planner(passes)
+        self._planner = another()
         self._trace_backward: Callable[[Pattern], Any] = functools.cache(self._backward_jaxpr)
         self._tree: Any = None  # of the pullback, where the passes are traced one by one
         n_out = len(call.outs)
@@ -281,7 +283,7 @@ def _zeros(jaxpr: Any) -> list[bool]:
 
 
 def _kept(
-    planner: Planner,
+    planner: Planning,
     rules: Rules,
     aval: Any,
     value: Value | None,

@@ -27,6 +27,7 @@ from jaxmp._autocast.roots import LITERALS, OTHER, roots_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules, changed, region_rules
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import readers_of
 from jaxmp._jaxprs.equation_parameters import widens_8_bits
@@ -232,7 +233,11 @@ class Facts:
     ) -> Plan:
         """Returns the plan of a jaxpr inside; see `Planning.plan`."""
         roots = self.roots_inside(inner)
-        return self.planning.plan(inner.jaxpr, ins, wanted, self.rules, roots=roots, **leaving)
+        live = any(map(is_tracer, compat.closed(inner.jaxpr).consts))
+        of_jit = self.eqn.primitive.name == "jit" and not live
+        return self.planning.plan(
+            inner.jaxpr, ins, wanted, self.rules, roots=roots, of_jit=of_jit, **leaving
+        )
 
     def demands(
         self, inner: Inner, wanted: Sequence[int], rules: Rules | None = None

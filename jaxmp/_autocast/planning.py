@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from jaxmp._autocast.demand import Demands
 from jaxmp._autocast.plan import NO_ORIGINS, DType, OriginId, Plan, Value
@@ -15,6 +15,17 @@ from jaxmp._autocast.roots import Roots
 from jaxmp._autocast.rules import Rules
 
 Pass = Callable[[Plan, "Planning"], Plan]
+PlansOfJits = Callable[[tuple[Any, ...]], list[tuple[Plan, bool]]]
+
+
+def plans_of_jits() -> PlansOfJits:
+    """Returns a cache of the latest plans of jits, by how they are called.
+
+    JAX keeps the jaxprs of jits, so that programs traced one after the other share them. If they
+    share their plans as well, JAX finds what it traced, differentiated and compiled for them. An
+    entry is a list: empty, or of one plan, and whether it rematerializes.
+    """
+    return functools.lru_cache(maxsize=1024)(lambda _called: [])
 
 
 class Planning:
@@ -24,17 +35,32 @@ class Planning:
       passes: functions from a plan, and its planner, to a plan; run in order on the plan of each
         jaxpr, inner ones first.
       tangents: values that are tangents though no governed operand is one; see `rule_calls`.
+      jits: the plans of jits in earlier programs; see `plans_of_jits`.
     """
 
-    def __init__(self, passes: Sequence[Pass] = (), tangents: frozenset[Any] = frozenset()) -> None:
+    def __init__(
+        self,
+        passes: Sequence[Pass] = (),
+        tangents: frozenset[Any] = frozenset(),
+        jits: PlansOfJits | None = None,
+    ) -> None:
         self.passes = tuple(passes)
         self.tangents = tangents
+        self.jits = jits or plans_of_jits()
         self.roots = Roots()
         self.demands = Demands(self.roots)
         self.recomputes = False  # whether the rules of any equation have residuals="recompute"
         self._numbers = itertools.count(1)
         self._planned = functools.cache(self._plan)
         self._leaving = functools.cache(self._leave)
+
+    @property
+    def another(self) -> Callable[..., Self]:
+        """Makes a planner with the same passes and plans of jits, of which it keeps nothing else.
+
+        JAX's caches keep rules that call it.
+        """
+        return functools.partial(type(self), self.passes, jits=self.jits)
 
     def decided(self, *_called: Any) -> Plan:
         """Returns the plan of a jaxpr before any pass; `Planner` builds it with a `Frame`."""
@@ -50,6 +76,7 @@ class Planning:
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
         roots: Sequence[str] = (),
+        of_jit: bool = False,
     ) -> Plan:
         """Returns the plan of a jaxpr (open or closed).
 
@@ -62,13 +89,15 @@ class Planning:
             default, the dtype it is kept in.
           summed: which results are sums carried through a loop, to be computed in float32.
           roots: the roots of the operands, of any dtype; by default, those of their values.
+          of_jit: whether it is the jaxpr of a jit, which JAX keeps for later programs.
         """
         # Origins are renumbered, and those that came in with the same operands are merged: nothing
         # inside distinguishes them. So calls that differ only in origins, such as the layers on one
         # residual stream, share one plan, and the traces made from it.
         names = _renumbered(ins)
         local = tuple(_renamed(value, names) for value in ins)
-        plan = self._planned(jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
+        called = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
+        plan = self._planned(called, of_jit=of_jit)
         if outs is not None:
             plan = self._leaving(plan, tuple(outs))
         if all(v is None or not v.origins for v in plan.values):
@@ -82,10 +111,17 @@ class Planning:
                     back[origin] = {self.fresh(exponential=origin.exponential)}
         return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
 
-    def _plan(self, *called: Any) -> Plan:
-        plan = self.decided(*called)
-        for each in self.passes:
-            plan = each(plan, self)
+    def _plan(self, called: tuple[Any, ...], *, of_jit: bool) -> Plan:
+        known = self.jits(called) if of_jit and not self.tangents else []
+        if not known:
+            around, self.recomputes = self.recomputes, False
+            plan = self.decided(*called)
+            for each in self.passes:
+                plan = each(plan, self)
+            known.append((plan, self.recomputes))
+            self.recomputes = around
+        [(plan, recomputes)] = known
+        self.recomputes |= recomputes
         return plan
 
     def _leave(self, plan: Plan, outs: Sequence[DType | None]) -> Plan:

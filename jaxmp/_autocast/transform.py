@@ -24,7 +24,7 @@ from jaxmp._autocast.passes.watch_overflow import is_overflow_watched
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
-from jaxmp._autocast.planning import Pass
+from jaxmp._autocast.planning import Pass, PlansOfJits, plans_of_jits
 from jaxmp._autocast.products.native import traced_for
 from jaxmp._autocast.program_key import comparable, with_equal_bodies
 from jaxmp._autocast.provenance import DATA, PARAMETER
@@ -217,15 +217,18 @@ def under_policy(
     holding = with_held_tracers(fn)
     name = name_of(fn)
 
-    def make(jaxpr: Any, given: tuple[bool, ...]) -> Plan:
-        plan = plan_program(jaxpr, policy, given, passes)
+    def make(jaxpr: Any, given: tuple[bool, ...], setting: tuple[Any, ...]) -> Plan:
+        plan = plan_program(jaxpr, policy, given, passes, jits(setting))
         if watch is not None:
             watch(plan)
         return plan
 
-    # Keyed by device as well, on which the products that a recipe multiplies may depend; and by
-    # whether overflow is watched.
-    plans = functools.lru_cache(maxsize=64)(lambda program, given, *_: make(program.jaxpr, given))
+    # Keyed by what passes depend on: the device, by which a recipe multiplies products or does not,
+    # and whether overflow is watched.
+    jits = functools.lru_cache(maxsize=8)(lambda _setting: plans_of_jits())
+    plans = functools.lru_cache(maxsize=64)(
+        lambda program, given, setting: make(program.jaxpr, given, setting)
+    )
 
     warned: set[str] = set()  # each eager call of a program that has no key plans it again
 
@@ -236,10 +239,11 @@ def under_policy(
         refuse_leaked_tracers(traced, name)
         given = tuple(parameters(args, kwargs))
         program = comparable(traced.jaxpr)
+        setting = traced_for().device_kind, is_overflow_watched()
         plan = (
-            make(traced.jaxpr, given)
+            make(traced.jaxpr, given, setting)
             if program is None
-            else plans(program, given, traced_for().device_kind, is_overflow_watched())
+            else plans(program, given, setting)
         )
         for warn in COVERAGE:
             warn(plan, warned)
@@ -316,14 +320,19 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
 
 
 def plan_program(
-    jaxpr: Any, policy: Policy, parameters: Sequence[bool], passes: Sequence[Pass] = PASSES
+    jaxpr: Any,
+    policy: Policy,
+    parameters: Sequence[bool],
+    passes: Sequence[Pass] = PASSES,
+    jits: PlansOfJits | None = None,
 ) -> Plan:
     """Plans a whole program under a policy, given which of its operands are parameters.
 
-    The passes are applied, in order, to the plan of each jaxpr.
+    The passes are applied, in order, to the plan of each jaxpr. `jits` are those of earlier
+    programs under the same policy, with the same passes, on the same device.
     """
     rules = rules_for(policy)
-    planner = Planner(passes)
+    planner = Planner(passes, jits=jits)
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     open_jaxpr = compat.closed(jaxpr).jaxpr
     ins = [
