@@ -54,7 +54,6 @@ def derive(plan: Plan, planner: Planning) -> Plan:
 
     The rules are planned with the same passes, and plans of jits, when it is first called.
     """
-
     another = planner.another
 
     def derived(step: Step) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmp._jaxprs.attributes import explicit_sharding, filled, with_dtype
+from jaxmp._jaxprs.source import level_of_user
 from jaxmp._training.checks import check_arrays, check_count, check_gradients
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite
 
@@ -25,6 +27,7 @@ def accumulate_gradients(
     microbatches: int,
     *,
     batch_argnums: int | Sequence[int] | None = None,
+    key_argnums: int | Sequence[int] | None = None,
     reduce: Literal["mean", "sum"] = "mean",
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that goes through a batch in pieces and returns one loss and gradient.
@@ -48,9 +51,12 @@ def accumulate_gradients(
       microbatches: The number of pieces; it divides the leading axis of every array in the batch.
       batch_argnums: Which positional arguments to cut along their leading axis, as `(1, 2)` for
         `loss_fn(params, x, y)`. By default argument 1, if no other after it is as long. The others
-        go to each piece whole, a PRNG key too: for a key each, make
-        `jax.random.split(key, microbatches)` part of the batch. The pieces are interleaved, every
-        `microbatches`-th example, so that a batch sharded over devices stays where it is.
+        go to each piece whole. The pieces are interleaved, every `microbatches`-th example, so that
+        a batch sharded over devices stays where it is.
+      key_argnums: Which positional arguments are PRNG keys, or trees of them such as Linen's
+        ``rngs``, of which each piece gets its own: `jax.random.fold_in(key, i)` for piece i. A key
+        that is not named goes to each piece whole, so that all have the same dropout masks. By
+        default that warns; ``()`` says that it is meant.
       reduce: How the losses and gradients are combined: by their "mean" or their "sum".
 
     Returns:
@@ -62,10 +68,15 @@ def accumulate_gradients(
     Raises:
       ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if
         `microbatches` does not divide a leading axis, or over a mesh of explicit axes the devices
-        do not divide a piece, an argument of `batch_argnums` is missing, several arguments may be
-        the batch and `batch_argnums` is not given, or a piece gives an NNX module new variables.
+        do not divide a piece, an argument of `batch_argnums` or `key_argnums` is missing, several
+        arguments may be the batch and `batch_argnums` is not given, or a piece gives an NNX module
+        new variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
-        pair, or its loss or a gradient is not a floating number.
+        pair, its loss or a gradient is not a floating number, or an argument of `key_argnums` has
+        no PRNG keys.
+
+    Warns:
+      UserWarning: When called, if all pieces get the same PRNG key and `key_argnums` is not given.
 
     Example:
       >>> import jaxmp
@@ -78,33 +89,35 @@ def accumulate_gradients(
     check_count("accumulate_gradients", "microbatches", microbatches)
     if reduce not in ("mean", "sum"):
         raise ValueError(f"accumulate_gradients: reduce must be 'mean' or 'sum'; got {reduce!r}.")
-    several = 1 if batch_argnums is None else batch_argnums
-    several = [several] if isinstance(several, int) else several
-    if not (isinstance(several, (tuple, list)) and all(isinstance(i, int) for i in several)):
-        raise TypeError(
-            "accumulate_gradients: batch_argnums must be the position of an argument, or several; "
-            f"got {batch_argnums!r}."
-        )
+    argnums = _positions("batch_argnums", 1 if batch_argnums is None else batch_argnums)
+    keys = _positions("key_argnums", () if key_argnums is None else key_argnums)
     if not callable(grad_fn):
         raise TypeError(
             "accumulate_gradients: grad_fn must be a function such as jaxmp.value_and_grad makes; "
             f"got {type(grad_fn).__name__!r}."
         )
-    argnums = tuple(several)
     factor = np.float32(1 / microbatches if reduce == "mean" else 1)
 
     @functools.wraps(grad_fn)
     def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        pieces = _split(args, argnums, microbatches)
+        pieces = (np.arange(microbatches), *_split(args, argnums, microbatches))
         if batch_argnums is None and microbatches > 1:
             _check_others_are_whole(args, kwargs)
+        if key_argnums is None and microbatches > 1:
+            _warn_of_one_key(args, kwargs, argnums)
+        _check_keys(args, keys)
         modules, state, put_back = _take_out_modules((args, kwargs))
 
         def run(piece: tuple[Any, ...], state: Any) -> tuple[Any, Any, Any]:
             (arguments, keywords), fresh = put_back(state)
             arguments = list(arguments)
-            for argnum, value in zip(argnums, piece, strict=True):
+            number, *values = piece
+            for argnum, value in zip(argnums, values, strict=True):
                 arguments[argnum] = value
+            for argnum in keys:
+                arguments[argnum] = jax.tree.map(
+                    lambda key: jax.random.fold_in(key, number), arguments[argnum]
+                )
             return *_loss_and_grads(grad_fn(*arguments, **keywords)), nnx.state(fresh)
 
         # `jax.eval_shape` would lose the sharding over a mesh that has an explicit axis.
@@ -126,6 +139,65 @@ def accumulate_gradients(
         return ((loss, *aux) if aux else loss), grads
 
     return accumulated
+
+
+def _positions(name: str, given: Any) -> tuple[int, ...]:
+    several = [given] if isinstance(given, int) else given
+    if not (isinstance(several, (tuple, list)) and all(isinstance(i, int) for i in several)):
+        raise TypeError(
+            f"accumulate_gradients: {name} must be the position of an argument, or several; "
+            f"got {given!r}."
+        )
+    return tuple(several)
+
+
+def _is_typed_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _is_key(leaf: Any) -> bool:
+    return _is_typed_key(leaf) or (getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim == 1)
+
+
+def _check_keys(args: tuple[Any, ...], argnums: tuple[int, ...]) -> None:
+    """Raises unless the arguments at `argnums` are PRNG keys, or trees of them."""
+    for argnum in argnums:
+        if not -len(args) <= argnum < len(args):
+            raise ValueError(
+                f"accumulate_gradients: key_argnums has {argnum}, but there are {len(args)} "
+                "positional arguments; give the key as one of them."
+            )
+        leaves = jax.tree.leaves(args[argnum])
+        raw = [leaf for leaf in leaves if not _is_typed_key(leaf)]
+        if not leaves or any(
+            getattr(x, "dtype", None) != np.uint32 or jnp.ndim(x) != 1 for x in raw
+        ):
+            raise TypeError(
+                f"accumulate_gradients: key_argnums has {argnum}, but that argument is no PRNG key "
+                "such as jax.random.key(0), nor a tree of them."
+            )
+
+
+def _warn_of_one_key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...]
+) -> None:
+    """Warns if an argument that is not cut has a PRNG key: all pieces would draw the same."""
+    cut = {i % len(args) for i in argnums if -len(args) <= i < len(args)}
+    whole = {f"argument {i}": arg for i, arg in enumerate(args) if i not in cut}
+    for name, arg in {**whole, **kwargs}.items():
+        modules = [node for node in jax.tree.leaves(arg, is_leaf=_is_module) if _is_module(node)]
+        if not modules and any(map(_is_typed_key, jax.tree.leaves(arg))):
+            warnings.warn(
+                f"accumulate_gradients: {name} has a PRNG key, and every microbatch gets the same: "
+                "all have the same dropout masks. key_argnums=(its position) gives each its own, "
+                "and key_argnums=() says that it is meant.",
+                UserWarning,
+                stacklevel=level_of_user(),
+            )
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.Module)
 
 
 def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,19 +267,15 @@ def _take_out_modules(tree: Any) -> tuple[list[nnx.Module], Any, Callable[[Any],
 
     The caller's Variables cannot be set inside a scan, so it carries their values.
     """
-
-    def is_module(node: Any) -> bool:
-        return isinstance(node, nnx.Module)
-
     treedef: Any
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
-    modules = [leaf for leaf in leaves if is_module(leaf)]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_module)
+    modules = [leaf for leaf in leaves if _is_module(leaf)]
     graphdef, state = nnx.split(modules)
 
     def put_back(state: Any) -> tuple[Any, list[nnx.Module]]:
         fresh = nnx.merge(graphdef, state)
         remaining = iter(fresh)
-        filled = [next(remaining) if is_module(leaf) else leaf for leaf in leaves]
+        filled = [next(remaining) if _is_module(leaf) else leaf for leaf in leaves]
         return treedef.unflatten(filled), fresh
 
     return modules, state, put_back

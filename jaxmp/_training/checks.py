@@ -49,8 +49,8 @@ def as_transformation(
     function: str, inner: Any, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the extra-args form of anything that optax accepts as a transformation."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+    if isinstance(inner, optax.MultiSteps):  # whose own conversion drops extra arguments
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise TypeError(
             f"{function}: {name} must be an optax transformation such as optax.adam(1e-3); got "

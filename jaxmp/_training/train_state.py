@@ -31,6 +31,8 @@ from jaxmp.tree import select
 __all__ = ["TrainState"]
 
 _16_BITS = {np.dtype(jnp.bfloat16), np.dtype(np.float16)}
+# The further arguments of the updates of optax: a loss, its gradients, and functions of parameters.
+_OF_UPDATE = frozenset({"value", "grad", "value_fn", "obj_fn"})
 
 
 class TrainState(train_state.TrainState):
@@ -152,21 +154,32 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: As `value_and_grad` returns them.
-          **fields: New values of other fields, of the structure, shapes and dtypes of the old.
+          **fields: New values of other fields, of the structure, shapes and dtypes of the old; and
+            the further arguments of `tx.update` that optax's optimizers take: `value`, `grad`,
+            `value_fn` and `obj_fn`.
 
         Returns:
           The new state.
 
         Raises:
-          TypeError: If `grads` is not a container of arrays, or there is no such field to set.
+          TypeError: If `grads` is not a container of arrays, there is no such field to set, or `tx`
+            takes no further arguments.
           ValueError: If a new value has another structure than the field has now.
         """
         own = {"step", "params", "opt_state"}  # which the step itself makes
         names = sorted({field.name for field in dataclasses.fields(self)} - own)
+        extra = {name: fields.pop(name) for name in _OF_UPDATE.difference(names) & fields.keys()}
         if unknown := [repr(name) for name in fields if name not in names]:
             raise TypeError(
-                "TrainState.apply_gradients: takes grads and new values of the fields "
-                f"{', '.join(names)}; got {', '.join(unknown)}."
+                "TrainState.apply_gradients: takes grads, new values of the fields "
+                f"{', '.join(names)}, and {', '.join(sorted(_OF_UPDATE))} for tx.update; got "
+                f"{', '.join(unknown)}."
+            )
+        if extra and not isinstance(self.tx, optax.GradientTransformationExtraArgs):
+            raise TypeError(
+                f"TrainState.apply_gradients: {', '.join(sorted(extra))} would be ignored: no part "
+                "of tx takes further arguments, as optax.contrib.reduce_on_plateau and optax.lbfgs "
+                "do."
             )
         _check_container("TrainState.apply_gradients: grads", grads)
         if isinstance(grads, tuple) and isinstance(self.params, Mapping):
@@ -175,10 +188,10 @@ class TrainState(train_state.TrainState):
                 "value_and_grad returns a pair: loss, grads = ..."
             )
         name = "TrainState.apply_gradients"
+        started = self.replace(tx=_with_arguments(self.tx, extra)) if extra else self
         with explained(name, self.tx, grads, self.opt_state, self.params):
-            new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
-                grads=grads, **fields
-            )
+            new: Self = train_state.TrainState.apply_gradients(started, grads=grads, **fields)
+        new = new.replace(tx=self.tx)
         scaler = the_scaler("TrainState.apply_gradients", new.opt_state)
         if scaler is IDENTITY:
             return new
@@ -200,6 +213,17 @@ class TrainState(train_state.TrainState):
     def skipped_count(self) -> jax.Array:
         """The number of steps skipped so far: int32[], 0 without a scaler."""
         return jnp.asarray(the_scaler("TrainState.skipped_count", self.opt_state).skipped_count)
+
+
+def _with_arguments(
+    tx: optax.GradientTransformationExtraArgs, extra: dict[str, Any]
+) -> optax.GradientTransformation:
+    """Returns an optimizer whose `update` has further arguments: Flax's train state has none."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        return tx.update(grads, state, params, **extra)
+
+    return optax.GradientTransformation(tx.init, update)
 
 
 def _check_container(what: str, tree: Any) -> None:

@@ -116,7 +116,7 @@ def test_chosen_arguments_are_cut_and_the_others_are_whole():
         seen.append((x.shape, jnp.shape(params), key.shape, labels.shape))
         return jax.value_and_grad(lambda p: jnp.mean(x * p) * scale)(params)
 
-    accumulated = accumulate_gradients(grad_fn, 4, batch_argnums=(0, -1))
+    accumulated = accumulate_gradients(grad_fn, 4, batch_argnums=(0, -1), key_argnums=())
     loss, _ = accumulated(jnp.ones((8, 2)), jnp.ones(()), jax.random.key(0), jnp.ones(8), scale=3.0)
     assert set(seen) == {((2, 2), (), (), (2,))}
     assert float(loss) == 3
@@ -237,3 +237,48 @@ def test_it_has_to_be_said_whether_what_is_as_long_as_the_batch_is_cut(microbatc
     accumulate_gradients(grad_fn, microbatches)(w, x, y[:1])
     weighted = jax.value_and_grad(lambda w, x, table: jnp.mean(x @ w) * jnp.mean(table))
     accumulate_gradients(weighted, microbatches, batch_argnums=1)(w, x, y)
+
+
+# Random keys.
+
+
+def noise(params, batch, rngs):
+    """A loss whose gradient is what the microbatch drew."""
+    [key] = jax.tree.leaves(rngs)
+    return params * jax.random.normal(key) + 0 * jnp.sum(batch)
+
+
+def test_each_microbatch_draws_with_a_key_of_its_own():
+    key = jax.random.key(0)
+    for rngs in (key, {"dropout": key}):
+        grad_fn = accumulate_gradients(jax.value_and_grad(noise), 4, key_argnums=2, reduce="sum")
+        _, grad = jax.jit(grad_fn)(1.0, jnp.zeros(8), rngs)
+        drawn = sum(jax.random.normal(jax.random.fold_in(key, i)) for i in range(4))
+        np.testing.assert_allclose(grad, drawn, rtol=1e-6)
+
+
+def test_one_key_for_all_microbatches_is_told_of_unless_it_is_meant():
+    args = 1.0, jnp.zeros(8), jax.random.key(0)
+    with pytest.warns(UserWarning, match=r"argument 2 has a PRNG key, and every microbatch"):
+        accumulate_gradients(jax.value_and_grad(noise), 4)(*args)
+    _, grad = accumulate_gradients(jax.value_and_grad(noise), 4, key_argnums=())(*args)
+    np.testing.assert_allclose(grad, jax.random.normal(args[2]), rtol=1e-6)
+    accumulate_gradients(jax.value_and_grad(noise), 1)(*args)
+    keys = jax.random.split(args[2], 8)  # cut with the batch
+    cut = accumulate_gradients(jax.value_and_grad(lambda p, b: noise(p, b[0], b[1][0])), 8)
+    cut(1.0, (jnp.zeros(8), keys))
+
+
+@pytest.mark.parametrize(
+    ("argnums", "error", "message"),
+    [
+        (3, ValueError, "key_argnums has 3, but there are 3"),
+        (1, TypeError, "key_argnums has 1, but that argument is no PRNG key"),
+        ("2", TypeError, "key_argnums must be the position"),
+    ],
+)
+def test_wrong_positions_of_keys_are_refused(argnums, error, message):
+    with pytest.raises(error, match=message):
+        accumulate_gradients(jax.value_and_grad(noise), 4, key_argnums=argnums)(
+            1.0, jnp.zeros(8), jax.random.key(0)
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -399,3 +400,63 @@ def test_a_train_state_is_not_its_parameters():
     message = r"TrainState.value_and_grad: argument 0 of the loss is a train state; .*state.params"
     with pytest.raises(TypeError, match=message):
         state.value_and_grad(lambda params, x: jnp.sum(x))(state, jnp.ones(2))
+
+
+# Further arguments of `tx.update`.
+
+
+def extra_state(tx: Any, policy: str = "mixed_float16") -> Any:
+    model = jaxmp.wrap(nn.Dense(1), policy)
+    params = model.init(jax.random.key(0), jnp.ones((8, 4)))["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.mean((model.apply({"params": params}, x) - 1) ** 2)
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        loss, grads = state.value_and_grad(loss_fn)(state.params, x)
+        given = {"value": loss, "grad": grads, "value_fn": lambda params: loss_fn(params, x)}
+        return state.apply_gradients(grads=grads, **given), loss
+
+    return state, step
+
+
+@pytest.mark.parametrize(
+    "around", [lambda tx: tx, optax.MultiSteps, jaxmp.numerics.monitor, jaxmp.master_weights]
+)
+def test_the_loss_reaches_the_update(around):
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    inner = optax.chain(optax.sgd(0.0), plateau)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no parameter here has 16 bits
+        tx = around(inner, 1) if around is optax.MultiSteps else around(inner)
+        state, step = extra_state(jaxmp.dynamic_loss_scale(tx))
+    x = jnp.ones((8, 4))
+    for _ in range(4):
+        state, loss = step(state, x)
+    skipped, _ = step(state, x.at[0, 0].set(jnp.inf))
+    assert_same(skipped.opt_state.inner_state, state.opt_state.inner_state)
+    assert optax.tree_utils.tree_get(state.opt_state, "best_value") == loss
+    assert optax.tree_utils.tree_get(state.opt_state, "scale") < 1
+    assert state.tx is skipped.tx
+
+
+def test_a_line_search_runs_under_a_scaled_loss():
+    state, step = extra_state(jaxmp.dynamic_loss_scale(optax.lbfgs()))
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    losses = []
+    for _ in range(3):
+        state, loss = step(state, x)
+        losses.append(float(loss))
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_arguments_that_no_part_of_the_optimizer_takes_are_refused():
+    state, _ = extra_state(optax.sgd(0.1), "float32")
+    plain = optax.GradientTransformation(state.tx.init, lambda g, s, p=None: (g, s))
+    state = state.replace(tx=plain)
+    with pytest.raises(TypeError, match="value would be ignored: no part of tx"):
+        state.apply_gradients(grads=state.params, value=1.0)
+    with pytest.raises(TypeError, match=r"and grad, obj_fn, value, value_fn for .*; got 'vlaue'"):
+        state.apply_gradients(grads=state.params, vlaue=1.0)
