@@ -173,7 +173,7 @@ def rescaled(operation: PrimitiveCall, shape: tuple[int, ...]) -> Callable[..., 
     return jax.jit(product, inline=INLINE)
 
 
-def _in_wider(operation: Callable[..., Any], *operands: Any) -> Any:
+def _in_wider(operation: Callable[..., Any] | PrimitiveCall, *operands: Any) -> Any:
     """Returns the result of an operation, computed in the widest dtype of its operands.
 
     And narrowed to the narrowest of them.

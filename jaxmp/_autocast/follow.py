@@ -139,7 +139,7 @@ def _has_exact_factor(facts: Facts) -> bool:
     """
     eqn, low = facts.eqn, facts.rules.low
     full = [(a, v) for a, v in zip(eqn.invars, facts.used, strict=True) if v and not v.dtype]
-    if eqn.primitive.name not in SCALING or len(full) != 1:
+    if eqn.primitive.name not in SCALING or len(full) != 1 or low is None:
         return False
     [(atom, value)] = full
     if value.mask or (isinstance(atom, Literal) and is_exact(np.asarray(atom.val), low)):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import LOOKING_UP, LOW, MOVING, RANDOM
+from jaxmp._autocast.primitives import LOOKING_UP, LOW, RANDOM, REORDERING
 from jaxmp._autocast.provenance import is_basis
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
@@ -54,11 +54,11 @@ class Roots:
         for var, const in zip(opened.constvars, consts, strict=bool(consts)):
             of[var] = LITERALS if is_basis(const) else WEIGHTS
         dequantizes = any(map(widens_8_bits, opened.eqns))
-        moved: dict[Any, Any] = {}  # the variable that each result of a move is
+        moved: dict[Any, Any] = {}  # the variable that each result is, in another order
         for eqn in opened.eqns:
             roots = roots_of(eqn.invars, of)
             sources = [moved.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
-            if eqn.primitive.name in MOVING and len(sources) == 1:
+            if eqn.primitive.name in REORDERING and len(sources) == 1:
                 moved[eqn.outvars[0]] = sources[0]
             if dequantizes and in_scope(eqn, DEQUANTIZE):
                 found = [OTHER if in_scope(eqn, ROWS) else WEIGHTS] * len(eqn.outvars)
