@@ -662,4 +662,5 @@ def test_the_norm_of_a_spectral_norm_is_estimated_in_float32_and_its_layer_is_no
     asked = jaxmp.wrap(Normed(), PolicyMap({"SpectralNorm_0": F16}, default=BF16))
     variables = Normed().init(jax.random.key(0), x)
     found = contraction_dtypes(functools.partial(run, asked), variables, x)
-    assert found == {"float16": 5, "bfloat16": 1}
+    # The norm itself is a product by one float32 vector, which float16's range is too small for.
+    assert found == {"float16": 4, "float32": 1, "bfloat16": 1}

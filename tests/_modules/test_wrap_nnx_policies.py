@@ -113,7 +113,7 @@ ROWS = [
     ({nnx.LayerNorm: F32}, POLICY, {"bfloat16": 7}),
     # The first match wins.
     ({"layers/0/up": F16, "layers/0/**": F32}, POLICY, {"float16": 1, "float32": 1, "bfloat16": 5}),
-    ({"layers/0/**": F32, "layers/0/up": F16}, POLICY, {"float32": 2, "bfloat16": 5}),
+    ({"layers/0/*": F32, "layers/*/up": F16}, POLICY, {"float32": 2, "float16": 2, "bfloat16": 3}),
     # So does the innermost.
     ({"layers/1": F32, "layers/1/down": POLICY}, F16, {"float16": 5, "float32": 1, "bfloat16": 1}),
     ({"layers/0": F16, "layers/2": F32}, POLICY, {"float16": 2, "float32": 2, "bfloat16": 3}),
