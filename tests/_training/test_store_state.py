@@ -433,6 +433,7 @@ def test_bytes_of_a_parameter():
 
     def size(tx, params):
         tree = (params, jax.eval_shape(tx.init, params))
+        # But for counters, and the data of a random key.
         leaves = [x for x in jax.tree.leaves(tree) if x.size > 2]
         return sum(x.size * x.dtype.itemsize for x in leaves) / n
 
