@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 import types
+from collections.abc import Iterator
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax import monitoring
 
 import jaxmp
 from jaxmp._autocast import transform
@@ -128,6 +134,136 @@ def test_what_is_compiled_inside_is_compiled_once(caplog: pytest.LogCaptureFixtu
         for _ in range(3):
             cast(X, W)
     assert "Compiling" not in caplog.text
+
+
+@jax.custom_vjp
+def with_a_rule(x):
+    return jnp.tanh(x)
+
+
+with_a_rule.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
+JITTED = jax.jit(lambda x: nn.relu(with_a_rule(x)) * np.arange(8.0, dtype=np.float32))
+
+
+class Activations(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for activation in (nn.relu, nn.gelu, nn.silu):
+            x = activation(nn.Dense(8)(x))
+        return x
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(8, (3,))(x[None]))
+        return nn.Dense(8)(nn.max_pool(x, (2,)))
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def of_linen(module):
+    model = jaxmp.wrap(module, BF16)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    return lambda: model.apply(variables, X)
+
+
+def eager_calls():
+    """Makes functions that are called eagerly, by name: models, a loop, gradients."""
+    programs = {
+        "custom_vjp": lambda w, x: with_a_rule(x @ w) @ w,
+        "jit": lambda w, x: JITTED(x @ w) @ w,
+        "remat": remat_with_a_rule,
+    }
+    cast = {name: jaxmp.autocast(fn, BF16) for name, fn in programs.items()}
+    loop = jaxmp.autocast(lambda w, x: jax.lax.scan(lambda x, _: (x @ w, None), x, length=2), BF16)
+    return {
+        "activations": lambda: of_linen(Activations()),
+        "convolutions": lambda: of_linen(Convolutions()),
+        "nnx": lambda: functools.partial(jaxmp.wrap(Layers(nnx.Rngs(0)), BF16), X),
+        "scan": lambda: lambda: loop(W, X),
+        **{name: lambda f=f: functools.partial(gradient, f) for name, f in cast.items()},
+    }
+
+
+def gradient(fn):
+    return jax.grad(lambda w: jnp.sum(fn(w, X)))(W)
+
+
+def remat_with_a_rule(w, x):
+    return jax.checkpoint(lambda x: nn.relu(x @ w) @ w)(x)
+
+
+EAGER = eager_calls()
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_an_eager_call_compiles_nothing_after_the_first(name: str, compiled: list[str]) -> None:
+    """A program with a rule of its own is planned again: nn.relu was compiled at each call."""
+    call = EAGER[name]()
+    call()
+    assert compiled
+    compiled.clear()
+    call()
+    assert not compiled
+
+
+def test_a_second_trace_finds_what_the_first_made_of_a_jit() -> None:
+    """JAX keeps the derivatives of jits: diffrax took 5 s each time, for .02 s without autocast."""
+    runs = []
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.tanh(x)
+
+    def backward(x, g):
+        runs.append(1)
+        return (g * (1 - jnp.tanh(x) ** 2),)
+
+    f.defvjp(lambda x: (jnp.tanh(x), x), backward)
+    row = jax.jit(lambda w, x: f(x @ w) * np.arange(8.0, dtype=np.float32))
+    fast = jaxmp.autocast(lambda w, x: jnp.sum(jax.vmap(row, (None, 0))(w, x)), BF16)
+    counts = []
+    for _ in range(3):
+        jax.make_jaxpr(lambda w: jax.grad(fast)(w, X))(W)
+        counts.append(len(runs))
+    assert counts[0] == counts[-1] > 0
+
+
+@pytest.mark.slow
+def test_eager_calls_keep_nothing() -> None:
+    fast = jaxmp.autocast(remat_with_a_rule, BF16)
+
+    def held_after(calls: int) -> int:
+        for _ in range(calls):
+            fast(W, X)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = held_after(80)  # the cache of whole programs is full then
+    assert held_after(40) - before < 400
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Grows by an entry with each program that XLA compiles."""
+    found: list[str] = []
+
+    def listen(event: str, _seconds: float, **_: object) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_number_may_steer_control_flow() -> None:
