@@ -26,13 +26,12 @@ from jaxmp._autocast.plan import Plan, Step, Visit
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
-from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._autocast.rules import FLOAT32, Rules, region_rules
 from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
 from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import dtype_of, variables
-from jaxmp._jaxprs.scopes import REGION
-from jaxmp._jaxprs.source import in_scope, is_backward
+from jaxmp._jaxprs.source import is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
 
@@ -183,8 +182,7 @@ def _outside(plan: Plan) -> frozenset[int]:
     def enter(plan: Plan) -> None:
         nonlocal has_regions
         for step in plan.steps:
-            name = str(step.eqn.params.get("name", ""))
-            if name.startswith(REGION) or in_scope(step.eqn, REGION):
+            if region_rules(step.eqn) is not None:
                 has_regions = True
                 continue
             found.add(id(step))

@@ -70,10 +70,11 @@ def dynamic_loss_scale(
     `optax.MaskedNode` or float0 pass, and so do new values of float8 scales, under Flax's
     `_overwrite_with_gradient`.
 
-    With `hysteresis` above 1 the first overflows leave the scale alone, as in Megatron-LM and
-    DeepSpeed: each takes one off a counter, and the scale backs off while it stands at 1. Growth
-    fills the counter again (`refill="growth"`), or every finite step does (`refill="clean"`,
-    DeepSpeed's `consecutive_hysteresis`). With `hysteresis=2`, `growth_interval=3`:
+    `hysteresis` is the number of overflows that it takes to back off, as in Megatron-LM and
+    DeepSpeed. Above 1 the first ones leave the scale alone: each takes one off a counter, and the
+    scale backs off while it stands at 1. Growth fills the counter again (`refill="growth"`), or
+    every finite step does (`refill="clean"`, DeepSpeed's `consecutive_hysteresis`). With
+    `hysteresis=2`, `growth_interval=3`:
 
     ```text
     step      (start) finite  overflow  finite  finite  overflow  finite finite finite overflow
