@@ -53,6 +53,8 @@ def wrap(
     `explain` and `audit` list the layers that stay float32 by 2. If they have more than a tenth of
     the FLOPs of matmuls and convolutions, the first call warns and says how to overrule it.
 
+    A SpectralNorm estimates its norm in float32 under every policy; the layer inside it does not.
+
     A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy. So does one
     that is itself wrapped once more, under another policy: a warning says so.
 
