@@ -49,9 +49,13 @@ class Judge:
 
     Args:
       low: the 16-bit dtype to recommend.
+
+    Attributes:
+      has_policy: whether a policy transformed a part of the program, as far as it was seen.
     """
 
     def __init__(self, low: str) -> None:
+        self.has_policy = False
         self.wrap = f"jaxmp.wrap(model, 'mixed_{low}'), or jaxmp.autocast for a function"
         self.parameter = (
             f"give the layer dtype=jnp.{low}, in which it then reads its parameters, or leave the "
@@ -106,8 +110,10 @@ class Judge:
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"
             return intended(what, kept=str(place.kept))
-        if geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]]):
-            return None  # nothing to gain, and autocast would not narrow it either
+        why = geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]])
+        if why is not None:  # nothing to gain, and autocast would not narrow it either
+            outside = f"outside the wrapped module, and float32 inside as well: {why}"
+            return intended(outside) if self.has_policy else None
         return self._operands(seen)
 
     def _operands(self, seen: Observed) -> Blame:

@@ -212,6 +212,7 @@ class _Auditor:
         eqn, place = seen.eqn, seen.place
         contracts = eqn.primitive.name in CONTRACTIONS
         full = contracts and FLOAT32 in map(dtype_of, eqn.invars[:2])
+        self.judge.has_policy |= is_ours(eqn)
         blame = self.judge.contraction(seen) if full else None
         moved = sum(map(nbytes, (*eqn.invars, *eqn.outvars)))
         operation = Operation(

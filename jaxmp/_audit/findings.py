@@ -54,8 +54,8 @@ FIXES = {
     "inconsistent-recompute": "preferred_element_type=jnp.float32 in both passes",
     "float64-product": "give float32, or turn jax_enable_x64 off; or a policy for float64, "
     "'p=f64,c=f32,o=f64'",
-    "rounded-result": "return float32 by preferred_element_type=jnp.float32, in a jax.custom_vjp "
-    "whose backward pass narrows the gradient",
+    "rounded-result": "return float32 by preferred_element_type=jnp.float32; its backward products "
+    "are float32 then, unless a jax.custom_vjp narrows the gradient",
     "sensitive-low": "cast up before it, or leave the model in float32 to autocast",
     "round-trip": "use the value from before the casts",
     "unneeded-scale": "jaxmp.loss_scale_for(policy, optimizer), which scales for float16 alone; "

@@ -447,3 +447,20 @@ def test_numpys_float64_is_what_jax_makes_of_it():
         with jax.enable_x64(True):
             report = audit(jnp.matmul)(x, w)
             assert report.arguments["[0]"] == {"float64": 8 * x.size}
+
+
+def test_what_is_float32_outside_of_a_wrapped_module_has_that_reason() -> None:
+    """Sinkhorn's scalings start from literals: most of the FLOPs were float32 without a word."""
+    model = jaxmp.wrap(nn.Dense(8), "mixed_bfloat16")
+    x = jnp.ones((16, 8))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(variables):
+        features = model.apply(variables, x)
+        kernel = jnp.exp(-jnp.sum((features[:, None] - features) ** 2, -1))
+        return jnp.sum(kernel @ jnp.ones(16))
+
+    report = jaxmp.audit(loss)(variables)
+    [finding] = [f for f in report.findings if f.kind == "intended-float32"]
+    assert finding.what.startswith("outside the wrapped module")
+    assert jaxmp.audit(lambda x: jnp.sum(x @ jnp.ones(8)))(x).findings == ()
