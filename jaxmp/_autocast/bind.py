@@ -181,8 +181,7 @@ def _in_wider(operation: Callable[..., Any] | PrimitiveCall, *operands: Any) -> 
     low, wide = (f((x.dtype for x in operands), key=lambda d: d.itemsize) for f in (min, max))
     if low == wide:
         return operation(*operands)
-    out = operation(*(lax.convert_element_type(x, wide) for x in operands))
-    return lax.convert_element_type(out, low)
+    return cast(operation(*(cast(x, wide) for x in operands)), low)
 
 
 # Contractions, in the dtypes of their step.
