@@ -213,34 +213,34 @@ def _with_padded_rows(r: np.random.Generator) -> tuple:
     return r.normal(size=(16, 16)) / 4, x
 
 
-@program("ranges", _with_padded_rows)
+@program("divisors", _with_padded_rows)
 def relu_attention_of_padded_rows(k: Plain, w, x):
     a = jax.nn.relu(k.mm(x, w))
     y = k.mm(a, w) / (k.up(a).sum(-1, keepdims=True) + 1e-5)
     return jnp.mean(k.mm(y, w) ** 2)
 
 
-@program("ranges", _with_padded_rows)
+@program("divisors", _with_padded_rows)
 def a_gate_between_two_features(k: Plain, w, x):
     a, b = jax.nn.relu(k.mm(x, w)), jax.nn.relu(k.mm(x, w.T))
     return jnp.mean(k.mm(a / (k.up(a) + k.up(b) + 1e-6), w) ** 2)
 
 
-@program("ranges", _with_padded_rows)
+@program("divisors", _with_padded_rows)
 def a_share_of_the_larger_total(k: Plain, w, x):
     a, b = jax.nn.relu(k.mm(x, w)), jax.nn.relu(k.mm(x, w.T))
     totals = k.up(a).sum(-1, keepdims=True), k.up(b).sum(-1, keepdims=True)
     return jnp.mean(k.mm(b / jnp.maximum(jnp.maximum(*totals), 1e-6), w) ** 2)
 
 
-@program("ranges", _with_padded_rows)
+@program("divisors", _with_padded_rows)
 def pooling_by_a_mask_that_may_be_empty(k: Plain, w, x):
     mask = (x != 0).astype(k.real)
     h = jax.nn.sigmoid(k.mm(x, w)) * mask
     return jnp.mean(k.mm(h / (mask.sum(-1, keepdims=True) + 1e-6), w) ** 2)
 
 
-@program("ranges", _with_padded_rows)
+@program("divisors", _with_padded_rows)
 def features_over_the_norm_of_others(k: Plain, w, x):
     other = k.up(k.mm(x, w.T))
     by = jax.lax.rsqrt(jnp.sum(other**2, -1, keepdims=True) + 1e-12)
@@ -248,7 +248,7 @@ def features_over_the_norm_of_others(k: Plain, w, x):
 
 
 @program(
-    "ranges",
+    "divisors",
     lambda r: (r.normal(size=(3, 16, 16)) / 4, r.normal(size=(4096, 16))),
     scale=2.0**15,
 )

@@ -25,6 +25,7 @@ DTYPES = ("bfloat16", "float16")
 
 # What overflows or is lost below: by default seen in float16.
 HALF_FAMILIES = {
+    "divisors",
     "gates",
     "physical units",
     "ranges",
@@ -41,6 +42,7 @@ OTHER_FAMILIES = {
     "graphs",
     "integrators",
     "kernels and solvers",
+    "products of one parameter",
     "recurrences",
     "residual streams",
     "rotary and Fourier",

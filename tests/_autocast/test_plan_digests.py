@@ -19,7 +19,7 @@ from numeric_kit import PROGRAMS
 from plan_dump import policies_of
 
 # Families of numeric programs in which something overflows or is lost.
-RANGES = {"gates", "physical units", "ranges", "reciprocals", "returns", "statistics"}
+RANGES = {"divisors", "gates", "physical units", "ranges", "reciprocals", "returns", "statistics"}
 
 GOLDEN: Any = json.loads(plan_dump.DIGESTS.read_text())
 CORPUS = {name: make for name, make in plan_dump.corpus() if not name.startswith("public/")}
