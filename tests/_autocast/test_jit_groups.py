@@ -146,7 +146,7 @@ def test_layers_are_one_function() -> None:
 
 def test_what_is_computed_at_once_is_computed_step_by_step() -> None:
     """A region in float32, called or differentiated without `jax.jit`: to the last bit."""
-    fn = jaxmp.autocast(jaxmp.full_precision(norm), "mixed_bfloat16")
+    fn = jaxmp.autocast(jaxmp.full_precision(norm), "mixed_bfloat16", argnums=1)
     assert jnp.array_equal(fn(X, X), norm(X, X))
     got, want = (jax.grad(lambda x, f=f: f(x, X).sum())(X) for f in (fn, norm))
     assert jnp.array_equal(got, want)
