@@ -232,6 +232,7 @@ def test_a_closed_pipe_is_no_traceback(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:autocast. no matmul or convolution runs in bfloat16")
 def test_intended_products_do_not_fail_a_check(audit, monkeypatch):
     def make():
         x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
