@@ -232,11 +232,10 @@ def test_a_closed_pipe_is_no_traceback(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:autocast. no matmul or convolution runs in bfloat16")
 def test_intended_products_do_not_fail_a_check(audit, monkeypatch):
     def make():
-        x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-        return (lambda x: jnp.dot(x, x, precision="highest")), (x,)
+        x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+        return (lambda w, x: jnp.dot(x, w, precision="highest") @ w), (x, x)
 
     monkeypatch.setitem(sys.modules, "exact", types.SimpleNamespace(make=make))
     options = ["--policy", "mixed_bfloat16", "--fail-on"]
