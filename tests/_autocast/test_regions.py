@@ -267,8 +267,8 @@ def test_a_policy_with_ops_survives_as_a_scope():
     policy = jaxmp.Policy(
         jnp.float32, jnp.bfloat16, jnp.float32, ops={"exp": "follow", "odd/name(x)": "own"}
     )
-    fn = scoped(lambda x: jnp.exp(x @ x) @ x, str(policy))
-    rows = jaxmp.explain(fn, "float32")(SQUARE).rows
+    fn = scoped(lambda w, x: jnp.exp(x @ w) @ w, str(policy))
+    rows = jaxmp.explain(fn, "float32")(SQUARE, SQUARE).rows
     assert {r.op: r.dtype for r in rows}["exp"] == "bfloat16"
 
 
