@@ -3,7 +3,7 @@
 Example:
   >>> import flax.linen as nn, jaxmp
   >>> policy = jaxmp.policies.keep_float32("head", nn.Embed, policy="mixed_bfloat16")
-  >>> model = jaxmp.wrap(nn.Dense(2), jaxmp.policies.keep_float32(policy="mixed_bfloat16"))
+  >>> model = jaxmp.wrap(nn.Sequential([nn.Embed(8, 4), nn.Dense(2, name="head")]), policy)
 """
 
 from __future__ import annotations
