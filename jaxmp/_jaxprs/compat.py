@@ -54,6 +54,11 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 # The XLA flag under which the CPU backend sums all bfloat16 products in float32.
 CPU_SUMS_FLAG = "--xla_cpu_experimental_ynn_fusion_type=" if jax.__version_info__ >= (0, 12) else ""
 
+# `jax.linear_transpose` of JAX 0.12 takes either all operands of a function with a rule for
+# constants, or none, so that each has a call of its own; loops of JAX 0.10 that are differentiated
+# twice forget the rules, and are right only if one call has all of them.
+RULE_PER_OPERAND = jax.__version_info__ >= (0, 12)
+
 # The class of closed jaxprs: an alias of Jaxpr from 0.12 on, hidden from type checkers.
 _CLOSED: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
 

@@ -126,23 +126,24 @@ def without_tangents(*arrays: Any) -> tuple[Any, ...]:
 
     Not `lax.stop_gradient`: what ignores derivative rules (`jax.experimental.jet`, loops of
     JAX 0.10 that are differentiated twice) differentiates the product, and would find it constant.
-    One call each: `jax.linear_transpose` of JAX 0.12 takes either all operands of a function with
-    a rule for constants, or none.
     """
-    return tuple(map(_without_tangent, arrays))
+    if compat.RULE_PER_OPERAND:
+        return tuple(out for array in arrays for out in _without_tangents(array))
+    out: tuple[Any, ...] = _without_tangents(*arrays)
+    return out
 
 
 @jax.custom_jvp
-def _without_tangent(array: Any) -> Any:
-    return array
+def _without_tangents(*arrays: Any) -> tuple[Any, ...]:
+    return arrays
 
 
-def _no_tangent(primals: Sequence[Any], _: Sequence[Any]) -> tuple[Any, Any]:
-    [x] = primals
-    return _without_tangent(x), SymbolicZero(tangent_type(jax.typeof(x)))
+def _no_tangents(primals: Sequence[Any], _: Sequence[Any]) -> tuple[Any, Any]:
+    zeros = tuple(SymbolicZero(tangent_type(jax.typeof(x))) for x in primals)
+    return _without_tangents(*primals), zeros
 
 
-_without_tangent.defjvp(_no_tangent, symbolic_zeros=True)
+_without_tangents.defjvp(_no_tangents, symbolic_zeros=True)
 
 
 def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None = None) -> Parameter:
