@@ -81,7 +81,7 @@ class _Wrapping(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> _Wrapping:
-        """Returns that of a wrapped module."""
+        """Returns what the class of a wrapped module has."""
         return type(module)._jaxmp_linen  # type: ignore[attr-defined,no-any-return] # noqa: SLF001
 
 
@@ -214,7 +214,7 @@ def _fields_of_parts(
     """Returns the fields of an unbound module, with copies of the modules in them that are parts.
 
     Args:
-      wrapping: that of the module.
+      wrapping: what its class has.
       module: the module.
       copies: those made already, by the identity of what they are copies of.
     """
