@@ -120,7 +120,9 @@ def test_all_contractions_are_low_forward_and_backward(name: str, policy: str) -
     arguments = split(variables_of(*CASES[name]))
     total = contraction_dtypes(step(name), *arguments).total()
     low = policy.removeprefix("mixed_")
-    outer = {"experts": 1}.get(name, 0)  # a dispatch by one-hot rows contracts nothing
+    # A dispatch by one-hot rows contracts nothing. In float16 products by one float32 vector, such
+    # as the gates of a token, are float32, for its range.
+    outer = {"experts": 4 if policy == "mixed_float16" else 1}.get(name, 0)
     want = Counter({low: total - outer, "float32": outer})
     assert contraction_dtypes(step(name, policy), *arguments) == want
     # Outputs, gradients and changed state of float32: the same program, so the same bits.
