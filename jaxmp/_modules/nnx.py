@@ -61,9 +61,6 @@ def _make_parts(module: nnx.Module, policy: Policy | PolicyMap, overrides: Overr
 @one_per_key
 def _wrapped_class(cls: Any, policy: Policy | PolicyMap, part: Part | None) -> Any:
     """Returns the subclass of `cls` for a policy: always the same, so that instances compare."""
-    is_container = issubclass(cls, (nnx.List, nnx.Dict)) and part is not None
-    methods = {} if is_container else dict(methods_of(cls))
-    overrides = Overrides(cls, policy, part=part)
     calls = _Calls(cls, policy, part)
 
     def wrapped(name: str, method: Method) -> Method:
@@ -75,10 +72,12 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap, part: Part | None) -> A
 
     def set_attribute(self: nnx.Module, name: str, value: Any) -> None:
         cls.__setattr__(self, name, value)
-        if isinstance(value, nnx.Module) and not overrides.is_called():
-            _make_parts(self, policy, overrides)
+        if isinstance(value, nnx.Module) and not calls.overrides.is_called():
+            _make_parts(self, policy, calls.overrides)
 
-    members: dict[str, Any] = {name: wrapped(name, method) for name, method in methods.items()}
+    members: dict[str, Any] = {
+        name: wrapped(name, method) for name, method in methods_of(cls) if name in calls
+    }
     members |= {"__setattr__": set_attribute}
     members |= {"_jaxmp_policy": policy} if part is None else {"_jaxmp_part": part}
     return subclass((_wrapped_class, cls, policy, part), members, pytree=is_registered(cls))
@@ -88,8 +87,11 @@ class _Calls(dict[str, Method]):
     """The methods of a class under a policy, by name. Pickled as what they are made from."""
 
     def __init__(self, cls: Any, policy: Policy | PolicyMap, part: Part | None) -> None:
-        overrides = Overrides(cls, policy, part=part)
-        super().__init__({name: _lifted(method, overrides) for name, method in methods_of(cls)})
+        self.overrides = overrides = Overrides(cls, policy, part=part)
+        # A list's or dict's own methods (`append`) compute nothing.
+        is_container = part is not None and issubclass(cls, (nnx.List, nnx.Dict))
+        methods = () if is_container else methods_of(cls)
+        super().__init__({name: _lifted(method, overrides) for name, method in methods})
         self._made_from = cls, policy, part
 
     def __reduce__(self) -> Any:
