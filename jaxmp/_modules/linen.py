@@ -7,16 +7,13 @@ Its fields, variable tree and names are those of the module itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import serialization
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._autocast.regions import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
@@ -31,8 +28,8 @@ from jaxmp._flax import (
 from jaxmp._flax_classes import one_per_key, public, subclass, without_part
 from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._jaxprs.trace import is_array
-from jaxmp._modules.explicit_dtypes import ModuleInfo
-from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call, own_parameters
+from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call
+from jaxmp._modules.linen_parts import Wrapping, fields_of_parts, runs_as_written, setup_of_parts
 from jaxmp._modules.overrides import Overrides, Part
 from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
@@ -50,7 +47,7 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str,
     """Returns the wrapped module; see `jaxmp.wrap`."""
     cls = without_part(type(module))
     wrapped_class = _wrapped_class(cls, policy, params, None)
-    wrapping: _Wrapping = wrapped_class._jaxmp_linen  # noqa: SLF001
+    wrapping: Wrapping = wrapped_class._jaxmp_linen  # noqa: SLF001
     if isinstance(module.parent, nn.Module):
         # Created in a parent's setup or compact method, and registered there: it is not cloned.
         wrapped = module
@@ -60,29 +57,9 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str,
             "module and bind the result: jaxmp.wrap(module, policy).bind(variables)."
         )
     else:
-        wrapped = module.clone(parent=None, **_fields_of_parts(wrapping, module, {}))
+        wrapped = module.clone(parent=None, **fields_of_parts(wrapping, module, {}))
     object.__setattr__(wrapped, "__class__", wrapped_class)
     return wrapped
-
-
-class _Wrapping(NamedTuple):
-    """What the methods of a wrapped class read from it, which can be pickled for that.
-
-    Attributes:
-      overrides: the policies.
-      function: wraps a function of a bound module, to be lifted, and called where it is not.
-      part_class: from a class and a part to the wrapped class. What it returns lives as long as
-        this does, and so does what a part has planned: from one `bind` to the next.
-    """
-
-    overrides: Overrides
-    function: Callable[[Method, Method], Method]
-    part_class: Callable[[Any, Part], Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Wrapping:
-        """Returns what the class of a wrapped module has."""
-        return type(module)._jaxmp_linen  # type: ignore[attr-defined,no-any-return] # noqa: SLF001
 
 
 @one_per_key
@@ -121,8 +98,8 @@ def _wrapped_class(
     members["__init__"] = cls.__init__
     # `init` and `lazy_init` call the second.
     members |= {name: _of_any_function(cls, name) for name in ("apply", "init_with_output")}
-    members |= {"setup": _setup_of_parts(cls), **call_of_methods(cls, _call_of_any_method)}
-    members["_jaxmp_linen"] = _Wrapping(
+    members |= {"setup": setup_of_parts(cls), **call_of_methods(cls, _call_of_any_method)}
+    members["_jaxmp_linen"] = Wrapping(
         overrides,
         lambda fn, called: wrapped_method(called, lifted_function(autocast, fn)),
         functools.lru_cache(maxsize=256)(
@@ -158,7 +135,7 @@ def _of_any_function(cls: type[nn.Module], name: str) -> Method:
         if callable(function) and getattr(cls, called, None) is function:
             method = getattr(self, called)
         elif callable(function) and getattr(type(self), called, None) is not function:
-            method = _Wrapping.of(self).function(function, function)
+            method = Wrapping.of(self).function(function, function)
         if method is not None:
             kwargs["method"] = method
         return original(self, *args, **kwargs)
@@ -172,9 +149,9 @@ def _call_of_any_method(cls: type[nn.Module], original: Method) -> Method:
     @nn.nowrap
     @functools.wraps(original)
     def call(self: nn.Module, fun: Method, args: Any, kwargs: Any) -> Any:
-        wrapping, name = _Wrapping.of(self), getattr(fun, "__name__", "")
+        wrapping, name = Wrapping.of(self), getattr(fun, "__name__", "")
         mine = name != "setup" and getattr(getattr(cls, name, None), "__wrapped__", None) is fun
-        if not mine or self.scope is None or _runs_as_written(self, wrapping.overrides):
+        if not mine or self.scope is None or runs_as_written(self, wrapping.overrides):
             return original(self, fun, args, kwargs)
 
         @functools.wraps(fun)
@@ -186,103 +163,13 @@ def _call_of_any_method(cls: type[nn.Module], original: Method) -> Method:
     return call
 
 
-# Parts: the modules inside, which can be called past the methods of the wrapped one.
-
-
-def _setup_of_parts(cls: type[nn.Module]) -> Method:
-    """Wraps `setup`: the modules that it makes are parts, where they can be called from outside."""
-
-    @nn.nowrap
-    @functools.wraps(cls.setup)
-    def setup(self: nn.Module) -> None:
-        cls.setup(self)
-        if _runs_as_written(self, _Wrapping.of(self).overrides):
-            return
-        inside: list[nn.Module] = []
-        for name, value in vars(self).items():
-            _map_modules(lambda _, inner: inside.append(inner), value, name)
-        bound = {inner.path[len(self.path) :]: inner for inner in inside if inner.parent is self}
-        for path, part_class in _part_classes(_Wrapping.of(self), self, bound).items():
-            object.__setattr__(bound[path], "__class__", part_class)
-
-    return setup
-
-
-def _fields_of_parts(
-    wrapping: _Wrapping, module: nn.Module, copies: dict[int, nn.Module]
-) -> dict[str, Any]:
-    """Returns the fields of an unbound module, with copies of the modules in them that are parts.
-
-    Args:
-      wrapping: what its class has.
-      module: the module.
-      copies: those made already, by the identity of what they are copies of.
-    """
-    names = [field.name for field in dataclasses.fields(module) if field.init]
-    fields = {name: getattr(module, name, None) for name in names if name != "parent"}
-    inside: dict[tuple[str, ...], nn.Module] = {}
-    for name, value in fields.items():
-        _map_modules(lambda place, inner: inside.setdefault((place,), inner), value, name)
-    classes = _part_classes(wrapping, module, inside)
-
-    def copy(name: str, inner: nn.Module) -> nn.Module:
-        part_class = classes.get((name,))
-        if part_class is None:
-            return inner
-        if id(inner) not in copies:
-            fields = _fields_of_parts(part_class._jaxmp_linen, inner, copies)  # noqa: SLF001
-            copied = inner.clone(parent=None, **fields)
-            object.__setattr__(copied, "__class__", part_class)
-            copies[id(inner)] = copied
-        return copies[id(inner)]
-
-    return {name: _map_modules(copy, value, name) for name, value in fields.items()}
-
-
-def _part_classes(
-    wrapping: _Wrapping, module: nn.Module, inside: Mapping[tuple[str, ...], nn.Module]
-) -> dict[tuple[str, ...], Any]:
-    """Returns the classes of the parts among the modules in a module, by path."""
-    infos = [here := ModuleInfo(module, (), None)]
-    for path, inner in inside.items():
-        if wrapping.overrides.takes(inner, module) and inner.parent in (None, module):
-            info = ModuleInfo(inner, path, here, wrapping.overrides.policy_at(path, type(inner)))
-            info.hold(own_parameters(inner))
-            infos.append(info)
-    return {
-        path: wrapping.part_class(without_part(type(inside[path])), part)
-        for path, part in wrapping.overrides.parts(infos).items()
-    }
-
-
-def _map_modules(fn: Callable[[str, nn.Module], Any], value: Any, name: str) -> Any:
-    """Maps `fn(name, module)` over the modules in the value of an attribute, named as by Flax."""
-    if isinstance(value, nn.Module):
-        return fn(name, value)
-    tree = serialization.to_state_dict(value)
-    leaves = flatten_dict(tree, keep_empty_nodes=True) if isinstance(tree, dict) else {}
-    if not any(isinstance(leaf, nn.Module) for leaf in leaves.values()):
-        return value
-    mapped = {
-        path: _map_modules(fn, leaf, "_".join((name, *path))) for path, leaf in leaves.items()
-    }
-    return serialization.from_state_dict(value, unflatten_dict(mapped))
-
-
-def _runs_as_written(self: nn.Module, overrides: Overrides) -> bool:
-    """Returns whether a call of a bound module is as written, or inside one that is wrapped."""
-    as_written = self.is_initializing() or (overrides.is_identity and policy_in_force() is None)
-    idle = as_written and overrides.is_single and not overrides.stored
-    return idle or overrides.is_called(self.path)
-
-
 def _wrapped_method(
     method: Method, lifted: Method, overrides: Overrides, entered_by: Callable[[Any], Entered]
 ) -> Method:
 
     @functools.wraps(method)
     def wrapped_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is None or _runs_as_written(self, overrides):
+        if self.scope is None or runs_as_written(self, overrides):
             return method(self, *args, **kwargs)
         with overrides.calling(self.path):
             return called(self, *args, **kwargs)
