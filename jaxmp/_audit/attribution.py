@@ -18,6 +18,10 @@ FAULT = "float32-product"
 UPCAST = "remove the upcast, or cast back before the next layer"
 DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
 NARROW = "cast it to the other's dtype; a parameter, by giving its layer dtype=jnp.{}"
+OUTSIDE = (
+    "call a method of the wrapped model, model.f(x) and not Model.f(model, x), which computes it; "
+    "or jaxmp.autocast for the function that does"
+)
 OPAQUE = "narrow what it is given: jaxmp.reduced_precision around the function it is in"
 
 
@@ -49,13 +53,15 @@ class Judge:
 
     Args:
       low: the 16-bit dtype to recommend.
+      has_wrapped: whether a wrapped module is among the arguments.
 
     Attributes:
-      has_policy: whether a policy transformed a part of the program, as far as it was seen.
+      has_policy: whether a policy transformed a part of the program, as far as it was seen, or
+        would, if the wrapped module were called.
     """
 
-    def __init__(self, low: str) -> None:
-        self.has_policy = False
+    def __init__(self, low: str, *, has_wrapped: bool) -> None:
+        self.has_policy = has_wrapped
         self.wrap = f"jaxmp.wrap(model, 'mixed_{low}'), or jaxmp.autocast for a function"
         self.parameter = (
             f"give the layer dtype=jnp.{low}, in which it then reads its parameters, or leave the "
@@ -143,4 +149,5 @@ class Judge:
         if causes:
             fix = self.promotion(causes[0].promoted) if causes[0].promoted else UPCAST
             return Blame(FAULT, causes[0].source, causes[0].path, causes[0].what, fix)
-        return Blame(FAULT, *here, "nothing in the program narrows its operands", self.wrap)
+        fix = OUTSIDE if self.has_policy else self.wrap
+        return Blame(FAULT, *here, "nothing in the program narrows its operands", fix)

@@ -21,7 +21,7 @@ from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.flops import contraction_flops
-from jaxmp._autocast.nnx_calls import on_scoped_copies
+from jaxmp._autocast.nnx_calls import is_any_wrapped, on_scoped_copies
 from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
@@ -122,13 +122,14 @@ def _report(
     jaxpr: Any, chip: Target | None, overruled: str, args: Any, kwargs: Any
 ) -> PrecisionReport:
     """Reports on a traced program, for a chip or for the device of this machine."""
+    has_wrapped = is_any_wrapped((args, kwargs))
     if chip is None:
         # By compute capabilities, which GPUs have that are not in the tables.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
         padded = _has_matrix_units(jax.local_devices()[0])
-        auditor = _Auditor(jaxpr, _here(), emulated, padded=padded)
+        auditor = _Auditor(jaxpr, _here(), emulated, padded=padded, has_wrapped=has_wrapped)
     else:
-        auditor = _Auditor(jaxpr, chip, set(), padded=True)
+        auditor = _Auditor(jaxpr, chip, set(), padded=True, has_wrapped=has_wrapped)
     with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
     paths = [path for path, leaf in with_paths if is_array(leaf)]
     labels = [f"the argument {jax.tree_util.keystr(path[1:])}" for path in paths]
@@ -195,11 +196,19 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 class _Auditor:
     """The collector of a program's operations and findings, while the program is walked."""
 
-    def __init__(self, program: Any, chip: Target, emulated: set[str], *, padded: bool) -> None:
+    def __init__(
+        self,
+        program: Any,
+        chip: Target,
+        emulated: set[str],
+        *,
+        padded: bool,
+        has_wrapped: bool,
+    ) -> None:
         self.chip, self.emulated, self.padded = chip, emulated, padded
         has = "bfloat16" not in emulated and chip.multiplies("bfloat16")
         self.low = "bfloat16" if has else "float16"
-        self.judge = Judge(self.low)
+        self.judge = Judge(self.low, has_wrapped=has_wrapped)
         self.scaling, self.rounding, self.logits = Scaling(), Rounding(program), Logits()
         self.operations: list[Operation] = []
         self.precise: list[Operation] = []  # products under a policy, with a precision of their own

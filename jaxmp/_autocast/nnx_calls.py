@@ -66,6 +66,12 @@ def on_scoped_copies(fn: Function) -> Function:
     return scoped
 
 
+def is_any_wrapped(tree: Any) -> bool:
+    """Returns whether a tree holds NNX modules that `jaxmp.wrap` returned."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_graph_node)
+    return any(hasattr(type(node), "_jaxmp_policy") for node in nodes)
+
+
 def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Maps `fn` over the leaves of a pytree, except NNX modules, which are returned unchanged."""
     return jax.tree.map(lambda x: x if is_graph_node(x) else fn(x), tree, is_leaf=is_graph_node)

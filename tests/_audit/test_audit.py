@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxmp
@@ -464,3 +465,23 @@ def test_what_is_float32_outside_of_a_wrapped_module_has_that_reason() -> None:
     [finding] = [f for f in report.findings if f.kind == "intended-float32"]
     assert finding.what.startswith("outside the wrapped module")
     assert jaxmp.audit(lambda x: jnp.sum(x @ jnp.ones(8)))(x).findings == ()
+
+
+def test_a_product_of_a_wrapped_models_weights_outside_of_it_is_told_the_real_remedy():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 16)))
+
+        def features(self, x):
+            return x @ self.w
+
+    def loss(net, x):
+        return Net.features(net, x).sum()
+
+    x = jnp.ones((32, 16))
+    for net, remedy in (
+        (Net(), "jaxmp.wrap(model"),
+        (jaxmp.wrap(Net(), "mixed_bfloat16"), "model.f(x)"),
+    ):
+        [finding] = jaxmp.audit(loss)(net, x).findings
+        assert (finding.kind, remedy in finding.fix) == ("float32-product", True), finding
