@@ -170,9 +170,22 @@ def _wrapped_method(
     @functools.wraps(method)
     def wrapped_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or runs_as_written(self, overrides):
-            return method(self, *args, **kwargs)
+            inspects = self.scope and overrides.is_identity and overrides.part is None
+            return (inspected if inspects else method)(self, *args, **kwargs)
         with overrides.calling(self.path):
             return called(self, *args, **kwargs)
+
+    def inspected(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method as written; the first such call warns of layers in 16 bits."""
+        kind, init = kind_of_call(self, method, args, kwargs), self.is_initializing()
+        entered = Entered() if kind is None else entered_by(kind)
+        if kind is None or entered.modules:
+            return method(self, *args, **kwargs)
+        interceptor = Interceptor(overrides, tuple(self.path), entered, init, rehearses=False)
+        with nn.intercept_methods(interceptor):
+            out = method(self, *args, **kwargs)
+        overrides.warn_of_other_dtypes(entered.modules.values())
+        return out
 
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         init = self.is_initializing()

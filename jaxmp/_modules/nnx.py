@@ -39,6 +39,8 @@ def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     wrapped = nnx.clone(module, variables=False)
     if not hasattr(wrapped, "_jaxmp_policy"):  # else what is inside keeps its policies
         _make_parts(wrapped, policy, overrides)
+        if overrides.is_identity:  # else its calls warn
+            overrides.warn_of_other_dtypes(_infos(wrapped, overrides))
     object.__setattr__(wrapped, "__class__", _wrapped_class(cls, policy, None))
     return wrapped
 

@@ -621,3 +621,27 @@ def test_layers_of_16_bits_keep_them_and_their_result() -> None:
     # Those that some policy computes in are not remarked.
     wrapped = jaxmp.wrap(model, PolicyMap({"layers_0": "mixed_float16"}, default=BF16))
     assert counts(wrapped, variables_of(model, X), X) == {"float16": 1, "bfloat16": 1}
+
+
+def test_layers_in_16_bits_under_float32_are_warned_of_once() -> None:
+    """A configuration's bfloat16 is not what a policy of float32 says; nothing is changed."""
+
+    class NNXLayers(nnx.Module):
+        def __init__(self, dtype: Any) -> None:
+            layers = [nnx.Linear(8, 8, dtype=dtype, rngs=nnx.Rngs(0)) for _ in range(2)]
+            self.a, self.b = layers
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.b(self.a(x))
+
+    def linen(dtype: Any) -> None:
+        wrapped = jaxmp.wrap(nn.Sequential([nn.Dense(8, dtype=dtype)] * 2), "float32")
+        for _ in range(2):
+            jax.eval_shape(wrapped.init, jax.random.key(0), X)
+
+    for run in (linen, lambda dtype: jaxmp.wrap(NNXLayers(dtype), "float32")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(jnp.float32), run(None), run("bfloat16")
+        [warned] = caught
+        assert "dtype=bfloat16 compute in it, under the policy 'float32'" in str(warned.message)
