@@ -45,7 +45,8 @@ def next_key(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _typed(data: jax.Array) -> jax.Array:
     # Of 128 bits are the keys of rbg and of unsafe_rbg, and the one serves for the other.
     impl = "threefry2x32" if data.shape == (2,) else "rbg"
-    return jax.random.wrap_key_data(data, impl=impl)
+    key: jax.Array = jax.random.wrap_key_data(data, impl=impl)
+    return key
 
 
 def _data(key: jax.Array) -> jax.Array:
