@@ -18,6 +18,7 @@ from jaxmp._jaxprs.attributes import explicit_sharding, filled, with_dtype
 from jaxmp._jaxprs.source import level_of_user
 from jaxmp._training.checks import check_arrays, check_count, check_gradients
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite
+from jaxmp._training.key_data import is_typed
 
 __all__ = ["accumulate_gradients"]
 
@@ -151,12 +152,8 @@ def _positions(name: str, given: Any) -> tuple[int, ...]:
     return tuple(several)
 
 
-def _is_typed_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
 def _is_key(leaf: Any) -> bool:
-    return _is_typed_key(leaf) or (getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim == 1)
+    return is_typed(leaf) or (getattr(leaf, "dtype", None) == np.uint32 and leaf.ndim == 1)
 
 
 def _check_keys(args: tuple[Any, ...], argnums: tuple[int, ...]) -> None:
@@ -168,10 +165,7 @@ def _check_keys(args: tuple[Any, ...], argnums: tuple[int, ...]) -> None:
                 "positional arguments; give the key as one of them."
             )
         leaves = jax.tree.leaves(args[argnum])
-        raw = [leaf for leaf in leaves if not _is_typed_key(leaf)]
-        if not leaves or any(
-            getattr(x, "dtype", None) != np.uint32 or jnp.ndim(x) != 1 for x in raw
-        ):
+        if not leaves or not all(map(_is_key, leaves)):
             raise TypeError(
                 f"accumulate_gradients: key_argnums has {argnum}, but that argument is no PRNG key "
                 "such as jax.random.key(0), nor a tree of them."
@@ -186,7 +180,7 @@ def _warn_of_one_key(
     whole = {f"argument {i}": arg for i, arg in enumerate(args) if i not in cut}
     for name, arg in {**whole, **kwargs}.items():
         modules = [node for node in jax.tree.leaves(arg, is_leaf=_is_module) if _is_module(node)]
-        if not modules and any(map(_is_typed_key, jax.tree.leaves(arg))):
+        if not modules and any(map(is_typed, jax.tree.leaves(arg))):
             warnings.warn(
                 f"accumulate_gradients: {name} has a PRNG key, and every microbatch gets the same: "
                 "all have the same dropout masks. key_argnums=(its position) gives each its own, "

@@ -17,7 +17,7 @@ def check_key(function: str, key: Any) -> None:
     is_seed = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
     data = getattr(key, "dtype", None), getattr(key, "shape", None)
     is_key = data[0] is not None and (
-        (_is_typed(key) and data[1] == ()) or data in ((np.uint32, (2,)), (np.uint32, (4,)))
+        (is_typed(key) and data[1] == ()) or data in ((np.uint32, (2,)), (np.uint32, (4,)))
     )
     if not (is_seed or is_key):
         raise TypeError(
@@ -37,9 +37,9 @@ def next_key(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A state that an earlier version of jaxmp made has a typed key, and keeps it.
     """
-    is_typed = _is_typed(key)
-    following, now = jax.random.split(key if is_typed else _typed(key))
-    return (following if is_typed else _data(following)), now
+    kept = is_typed(key)
+    following, now = jax.random.split(key if kept else _typed(key))
+    return (following if kept else _data(following)), now
 
 
 def _typed(data: jax.Array) -> jax.Array:
@@ -50,8 +50,9 @@ def _typed(data: jax.Array) -> jax.Array:
 
 
 def _data(key: jax.Array) -> jax.Array:
-    return jax.random.key_data(key) if _is_typed(key) else key
+    return jax.random.key_data(key) if is_typed(key) else key
 
 
-def _is_typed(key: Any) -> bool:
-    return bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
+def is_typed(leaf: Any) -> bool:
+    """Returns whether a leaf is a typed key, or an array of them."""
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))

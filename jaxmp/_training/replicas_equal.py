@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from jaxmp._training.key_data import is_typed
 
 __all__ = ["Copies", "copies_in"]
 
@@ -57,13 +58,9 @@ def copies_in(tree: Any) -> Iterator[Copies]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, jax.Array):
             continue
-        array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        array = jax.random.key_data(leaf) if is_typed(leaf) else leaf
         parts: dict[str, dict[str, Any]] = {}
         for shard in array.addressable_shards:
             parts.setdefault(str(shard.index), {})[str(shard.device)] = shard.data
         for copies in jax.device_get([part for part in parts.values() if len(part) > 1]):
             yield Copies(jax.tree_util.keystr(path), copies)
-
-
-def _is_key(array: jax.Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
