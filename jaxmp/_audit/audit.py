@@ -137,7 +137,8 @@ def _report(
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
     products = [operation for operation in auditor.operations if operation.flops]
-    if all(FLOAT32.name in operation.in_dtypes for operation in products):
+    narrowed = any(FLOAT32.name not in operation.in_dtypes for operation in products)
+    if not (narrowed or auditor.has_regions):
         for operation in auditor.precise:
             where = operation.source, operation.path
             what = "no product is narrowed: those that could be ask for a precision of their own"
@@ -212,6 +213,7 @@ class _Auditor:
         self.scaling, self.rounding, self.logits = Scaling(), Rounding(program), Logits()
         self.operations: list[Operation] = []
         self.precise: list[Operation] = []  # products under a policy, with a precision of their own
+        self.has_regions = False  # whether products are in a region that is float32 on purpose
         # (kind, source, path, what, fix) → cost: bytes for the kinds in `OF_BYTES`, else FLOPs.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
         self._sites: dict[Any, dict[str, None]] = defaultdict(dict)  # of the operations, in order
@@ -241,8 +243,10 @@ class _Auditor:
             emulates=place.emulates if contracts else "",
         )
         self.operations.append(operation)
-        if contracts and place.kept and place.kept.kind == Kind.PRECISION:
-            self.precise.append(operation)
+        if contracts and place.kept:
+            self.has_regions |= place.kept.kind in (Kind.REGION, Kind.LAYERS_OWN)
+            if place.kept.kind == Kind.PRECISION:
+                self.precise.append(operation)
         if contracts and place.unfused:
             self.note("not-fused", f"not fused: {place.unfused}", operation)
         if blame is not None:

@@ -261,8 +261,9 @@ def warn_precise(plan: Plan, known: set[str]) -> None:
     default = setting("jax_default_matmul_precision")  # see `_to_narrow`
     if default is not None or any(d in step.rules.lower for step in products for d in step.ins):
         return
-    if not any(step.why.kind == Kind.PRECISION for step in products):
-        return
+    kinds = {step.why.kind for step in products}
+    if Kind.PRECISION not in kinds or kinds & {Kind.REGION, Kind.LAYERS_OWN}:
+        return  # a region is float32 on purpose, as jaxmp.full_precision says
     visits = [visit for visit in plan.walk() if visit.step.why.kind == Kind.PRECISION]
     places = list(dict.fromkeys(v.place.path or v.place.source for v in visits))
     first, low = visits[0].step, np.dtype(plan.rules.policy.compute_dtype).name

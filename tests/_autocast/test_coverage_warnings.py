@@ -174,6 +174,18 @@ def test_a_wrapped_model_that_stays_float32_says_which_layers() -> None:
     jaxmp.audit(loss)(variables).assert_no()
 
 
+def test_nothing_is_said_where_the_other_products_are_in_a_float32_region() -> None:
+    """A solver has precise products of its own, and the field is float32 on purpose."""
+    exactly = jaxmp.full_precision(jnp.matmul)
+
+    def fn(x: Any, w: Any) -> Any:
+        return jnp.matmul(exactly(x, w), w, precision="highest")
+
+    jaxmp.autocast(fn, BF16, argnums=1)(X, W)
+    report = jaxmp.audit(fn, BF16, argnums=1)(X, W)
+    assert "overruled" not in {f.kind for f in report.findings}
+
+
 def test_nothing_is_said_of_a_precision_that_is_asked_for() -> None:
     for default, fn, policy in (
         ("bfloat16", jnp.matmul, BF16),
