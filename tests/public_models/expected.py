@@ -48,7 +48,7 @@ FLOAT32: dict[str, dict[str, int]] = {
 }
 
 # Those that are float32 in float16 alone: products by one float32 vector, for its range.
-FLOAT16 = {"jaxopt_bilevel": 2}
+FLOAT16 = {"force_field": 1, "jaxopt_bilevel": 2}
 
 # Float32 contractions that only the backward program has: the linear solve of an implicit rule, and
 # what derivative rules written by hand multiply.
