@@ -147,6 +147,8 @@ def _read_ops(ops: Any, what: str) -> tuple[tuple[str, str], ...]:
             raise TypeError(
                 f"Policy: a key of ops must be a primitive or its name; got {shown(name)}."
             )
+        if not name.isprintable():
+            raise ValueError(f"{what} has {shown(name)}, which no primitive is called.")
         if op_class not in OP_CLASSES:
             raise ValueError(
                 f"{what} gives {shown(name)} the unknown class {shown(op_class)}; the classes are "

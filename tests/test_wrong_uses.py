@@ -118,6 +118,16 @@ WRONG: dict[str, tuple[Any, type, str]] = {
         TypeError,
         f"store_state: {OF_KEY}",
     ),
+    "blocks of 16 bits": (
+        lambda: jaxmp.store_state(ADAM, "bfloat16", block_size=64),
+        ValueError,
+        "store_state: block_size=64 is of 8 bits",
+    ),
+    "a primitive of no name": (
+        lambda: jaxmp.get_policy("mixed_bfloat16,ops=ma\udcd7x:full"),
+        ValueError,
+        r"ops has 'ma\\udcd7x', which no primitive is called",
+    ),
     "a key for masters": (
         lambda: jaxmp.master_weights(ADAM, key=3),
         ValueError,

@@ -117,7 +117,7 @@ def store_state(
     inner: optax.GradientTransformation | optax.MultiSteps,
     dtype: DTypeLike,
     *,
-    block_size: int = 256,
+    block_size: int | None = None,
     shards: int = 1,
     key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -152,7 +152,7 @@ def store_state(
     Args:
       inner: The optimizer.
       dtype: bfloat16, int8 or float8_e4m3fn, or the name of one.
-      block_size: The largest number of elements that share a scale, in 8 bits.
+      block_size: The largest number of elements that share a scale in 8 bits; by default 256.
       shards: The number of parts that the axis of the blocks is sharded into.
       key: PRNG key, or the seed of one, for the rounding.
 
@@ -163,9 +163,9 @@ def store_state(
     Raises:
       TypeError: If `inner` is not an optax transformation, or from `update`, if the state is not a
         `StoredState`.
-      ValueError: If the dtype is none of these, or `block_size` or `shards` below 1; from `init`,
-        if `master_weights` is inside; from `update`, if the state was stored in another dtype, is
-        not stored at all, or is corrupted.
+      ValueError: If the dtype is none of these, `block_size` or `shards` below 1, or a block size
+        is given for bfloat16, which has no scales; from `init`, if `master_weights` is inside; from
+        `update`, if the state was stored in another dtype, is not stored at all, or is corrupted.
 
     Warns:
       UserWarning: From `init`, if no array is stored: then it changes nothing.
@@ -185,6 +185,13 @@ def store_state(
     """
     wrapped = as_transformation("store_state", inner)
     stored_dtype = _parse(dtype)
+    if block_size is None:
+        block_size = 256
+    elif stored_dtype == jnp.bfloat16:
+        raise ValueError(
+            f"store_state: block_size={block_size!r} is of 8 bits, whose blocks share a scale; "
+            "bfloat16 has none: leave it out."
+        )
     check_count("store_state", "block_size", block_size)
     check_count("store_state", "shards", shards)
     check_key("store_state", key)
