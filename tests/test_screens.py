@@ -247,7 +247,7 @@ def test_a_notebook_shows_the_text_of_a_report() -> None:
     assert repr(explained("lm", MIXED)) == str(explained("lm", MIXED))
     reports = [cls for cls in subclasses(_screen.Report) if not inspect.isabstract(cls)]
     names = {cls.__name__ for cls in reports}
-    assert {"Capture", "NumericsReport", "PreflightReport", "Tuned", "Comparison"} <= names
+    assert {"Capture", "NumericsReport", "PreflightReport", "Tuned"} <= names
     assert {cls.__repr__ for cls in reports} == {_screen.Report.__repr__}
 
 

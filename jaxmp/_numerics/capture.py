@@ -47,14 +47,12 @@ class Capture(Record, Readings):
         may fuse a measured program differently, so that last bits differ from `results`.
     """
 
-    measured_results: Any = None
-    _unmeasured: Callable[[], Any] | None = None
+    measured_results: Any
+    _unmeasured: Callable[[], Any]
 
     @functools.cached_property
     def results(self) -> Any:
         """The results of the program when nothing is measured, for which it runs once more."""
-        if self._unmeasured is None:
-            raise ValueError("results: a loaded capture has no results; capture the program again")
         return self._unmeasured()
 
     def origins(self) -> list[Origin]:

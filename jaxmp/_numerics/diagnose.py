@@ -205,10 +205,6 @@ class NumericsReport(Readings):
         """Returns both runs."""
         return self.run, self.wide
 
-    def fault_lines(self) -> tuple[str, ...]:
-        """Returns a line for each of the faults."""
-        return tuple(map(str, self.faults))
-
     def _room(self) -> str:
         """Describes the loss scale to begin with, and the underflow there."""
         forward = next((f for f in self.faults if not f.site.backward), None)
