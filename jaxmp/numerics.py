@@ -11,7 +11,6 @@ Example:
 
 from jaxmp._numerics.capture import Capture, capture
 from jaxmp._numerics.diagnose import Fault, NumericsReport
-from jaxmp._numerics.formats import ScaledFormat, Score, formats, score
 from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.plots import plot_scale
@@ -26,14 +25,10 @@ __all__ = [
     "NumericsReport",
     "Origin",
     "Record",
-    "ScaledFormat",
-    "Score",
     "Site",
     "Statistics",
     "capture",
-    "formats",
     "monitor",
     "plot_scale",
     "read_monitor",
-    "score",
 ]
