@@ -243,7 +243,7 @@ class Explanation(_screen.Report):
         if verbose:
             cells = [("op", "dtype", "times", "source", "path", "reason")]
             cells += [(r.op, r.dtype, str(r.count), r.source, r.path, r.why) for r in self.rows]
-            return "\n".join([self.verdict(), "", *summary, "", _screen.table(cells, widest=48)])
+            return "\n".join([self.verdict(), "", *summary, "", *_screen.table(cells, widest=48)])
         head = [_screen.cut(self.verdict()), ""]
         head += _screen.fitted([[_screen.cut(line)] for line in summary], 12, "remark")
         room = _screen.LINES - len(head) - 2

@@ -276,7 +276,7 @@ class Tuned(Report):
             lines.append("thinned       too many assignments: a cheaper one may have been missed")
         head = "what each policy would add to 1 - cosine, module by module:"
         shown = [("module", "FLOPs", "policy", *scored.names[1:]), *rows[:_ROWS]]
-        lines += ["", head, table(shown)]
+        lines += ["", head, *table(shown)]
         if len(rows) > _ROWS or len(rows) < len(scored.groups):
             lines.append(f"{len(scored.groups)} in all: see .assignment")
         return "\n".join(lines)

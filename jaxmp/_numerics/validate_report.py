@@ -100,7 +100,7 @@ class ValidationReport(Report):
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
         below = [*self._said(), "", *where, *(f"({remark})" for remark in self.remarks)]
         fit = [part for line in below for part in wrapped(line, hanging=2) or [""]]
-        return "\n".join([self._heading(), "", lines, "", *fit])
+        return "\n".join([self._heading(), "", *lines, "", *fit])
 
     def _heading(self) -> str:
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"

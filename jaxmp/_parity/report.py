@@ -118,7 +118,7 @@ class Parity(Report):
         shown = self.rows[start : start + _ROOM]
         head = ("layer", "dtypes", "difference", "bound", "values", "")
         cells = [head, *(self._cells(row) for row in shown)]
-        lines += table(cells, right=(2, 3, 4)).splitlines()
+        lines += table(cells, right=(2, 3, 4))
         if len(shown) < len(self.rows):
             lines.append(f"and {len(self.rows) - len(shown)} more in .rows")
         for heading, names in (("in f alone", self.only_f), ("in g alone", self.only_g)):

@@ -184,7 +184,7 @@ class PreflightReport(_screen.Report):
         names = [result.policy for result in self.policies]
         cells = [["", *names], *([label, *cells] for label, cells in _rows(self))]
         table = _screen.table(cells, right=range(1, 1 + len(names)))
-        rows = [[line] for line in table.splitlines()]
+        rows = [[line] for line in table]
         heading = (
             f"{self.target.name}: {_screen.counted(self.target.device_count, 'device')} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"

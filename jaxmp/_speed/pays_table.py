@@ -85,7 +85,7 @@ class PaysTable(Report):
         auto = f'matmul="auto": {recipe or "none"}: {reason}.'
         warnings = [said for recipe in RECIPES if (said := warning(recipe, self.chip))]
         cells = table([heads, *rows], right=range(1, len(heads)))
-        lines = [heading, "", cells, "", auto, *warnings, "", _TRUST]
+        lines = [heading, "", *cells, "", auto, *warnings, "", _TRUST]
         return "\n".join(lines)
 
 
