@@ -239,7 +239,7 @@ def labeled(label: str, text: str) -> list[str]:
     return wrapped(f"{label:{_LABEL - 1}s} {text}", hanging=_LABEL)
 
 
-def listed(heading: str, lines: Iterable[str], limit: int = _LIMIT) -> list[str]:
+def listed(heading: str, lines: Iterable[str], limit: int) -> list[str]:
     """Formats lines, wrapped, with a heading before the first; counts those beyond the limit.
 
     Example:
