@@ -1,23 +1,22 @@
 """Files that others may have written: sizes are bounded first, and what is damaged is named.
 
-Locks, captures and finished runs are read by these functions, and replaced whole.
+Locks and finished runs are read by these functions, and replaced whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxmp._printable import printable, shown
 
-__all__ = ["DamagedError", "open_file", "parse_json", "read_text", "replace_file", "size_in_words"]
+__all__ = ["DamagedError", "parse_json", "read_text", "replace_file"]
 
 # Reading does not wait for a writer of a pipe; the flag does not exist on Windows.
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -27,20 +26,19 @@ class DamagedError(ValueError):
     """Raised for a file that cannot be read, or has the wrong contents; it says what is wrong."""
 
 
-@contextlib.contextmanager
-def open_file(path: Path, limit: int) -> Iterator[BinaryIO]:
-    """Opens a regular file of at most `limit` bytes, for reading.
+def read_text(path: Path, limit: int) -> str:
+    """Returns the text of a regular file in UTF-8, of at most `limit` bytes.
 
     Raises:
       FileNotFoundError: if there is none.
-      DamagedError: if it is anything else (a folder, a pipe, a device), is larger, or cannot be
-        read.
+      DamagedError: if it is anything else (a folder, a pipe, a device), is larger, cannot be read,
+        or is not UTF-8.
     """
     if "\0" in str(path):
         raise DamagedError("its name has a null character")
     try:
         with open(path, "rb", opener=lambda name, _: _open(name, limit)) as file:
-            yield file
+            return _decode(file.read(limit))
     except (FileNotFoundError, DamagedError):
         raise
     except OSError as error:
@@ -56,17 +54,11 @@ def _open(path: str, limit: int) -> int:
     elif not stat.S_ISREG(found.st_mode):
         wrong = "it is not a regular file, but a pipe, a socket or a device"
     elif found.st_size > limit:
-        wrong = f"it is larger than {size_in_words(limit)}"
+        wrong = f"it is larger than {limit / 2**20:g} MiB"
     if wrong:
         os.close(descriptor)
         raise DamagedError(wrong)
     return descriptor
-
-
-def read_text(path: Path, limit: int) -> str:
-    """Returns the text of a file in UTF-8; raises as `open_file`, and for what is not UTF-8."""
-    with open_file(path, limit) as file:
-        return _decode(file.read(limit))
 
 
 def _decode(data: bytes) -> str:
@@ -83,15 +75,14 @@ def _decode(data: bytes) -> str:
         raise DamagedError(f"line {line} is not UTF-8 (the byte 0x{byte:02x})") from error
 
 
-def parse_json(text: str, *, finite: bool = False) -> Any:
-    """Parses JSON, in which a key is given once, and, if `finite`, no number is NaN or infinite.
+def parse_json(text: str) -> Any:
+    """Parses JSON, in which a key is given once.
 
     Raises:
       DamagedError: naming the line and the column.
     """
     try:
-        constant = _refuse if finite else float
-        return json.loads(text, object_pairs_hook=_once, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise DamagedError(f"it is not JSON: {error.msg} at {where}") from error
@@ -101,10 +92,6 @@ def parse_json(text: str, *, finite: bool = False) -> Any:
         raise
     except ValueError as error:  # an integer of more digits than Python reads
         raise DamagedError("it has a number of thousands of digits") from error
-
-
-def _refuse(constant: str) -> float:
-    raise DamagedError(f"it has the number {constant}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
@@ -144,13 +131,3 @@ def replace_file(path: Path, text: str) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-
-
-def size_in_words(size: int) -> str:
-    """Formats a limit in bytes.
-
-    Example:
-      >>> size_in_words(2**22)
-      '4 MiB'
-    """
-    return f"{size / 2**20:g} MiB"

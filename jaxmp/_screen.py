@@ -5,13 +5,14 @@ On a screen, rows that differ in the number of a layer are merged, and cells are
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -27,6 +28,8 @@ NUMBER = re.compile(r"(\d+)")
 OF_LAYER = re.compile(r"((?<=[_/])\d+|(?<=\]\[)\d+)")
 # The widths of the first column: of labels, and of headings.
 _LABEL, _HEADING = 25, 14
+# The lines below a heading.
+_LIMIT = 6
 
 
 class Printed:
@@ -52,16 +55,51 @@ def _as_printable(method: Callable[..., str]) -> Callable[..., str]:
     return printed
 
 
-class Report(Printed):
-    """A report, which a notebook shows as its text.
+# Lines; or lines by their heading; or a function from the room that the other sections leave.
+Section = Sequence[str] | Mapping[str, Iterable[str]] | Callable[[int], Sequence[str]]
 
-    The fields of a dataclass, which `repr` would show otherwise, may fill thousands of lines.
-    """
+
+class Report(Printed):
+    """A report: data, and the sections of its text, the answer first. A notebook shows the text."""
 
     __slots__ = ()
 
+    def _sections(self, *, verbose: bool) -> Iterable[Section]:
+        """Yields the sections; those that are empty are not shown."""
+        raise NotImplementedError
+
+    def to_text(self, *, verbose: bool = False) -> str:
+        """Returns the report as text.
+
+        Args:
+          verbose: everything, however many lines that takes. Else what fits on a screen of 40 lines
+            and 120 columns, where rows that differ only in the number of a layer are merged.
+        """
+        limit = sys.maxsize if verbose else _LIMIT
+        made: list[Sequence[str]] = []
+        flexible = {}
+        for i, section in enumerate(self._sections(verbose=verbose)):
+            if isinstance(section, Mapping):
+                section = [line for fact in section.items() for line in listed(*fact, limit)]
+            if callable(section):
+                flexible[i], section = section, []
+            made.append(section)
+        for i, fill in flexible.items():
+            room = LINES - sum(len(lines) + 1 for lines in made if lines)  # with a blank line each
+            made[i] = fill(sys.maxsize if verbose else room)
+        lines = "\n\n".join("\n".join(lines) for lines in made if lines).split("\n")
+        return "\n".join(lines if verbose else map(cut, lines))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
     def __repr__(self) -> str:
-        return str(self)
+        return self.to_text()
+
+
+def cut(line: str) -> str:
+    """Cuts a line to the width of the screen."""
+    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
 
 
 def merged(
@@ -128,7 +166,7 @@ def common(texts: Sequence[str], numbers: re.Pattern[str] = OF_LAYER) -> str:
 
 def table(
     rows: Sequence[Sequence[str]], widest: int = sys.maxsize, right: Collection[int] = ()
-) -> str:
+) -> list[str]:
     """Formats rows as lines, in columns that line up, but for cells wider than `widest`.
 
     Args:
@@ -137,17 +175,17 @@ def table(
       right: the columns that are right-aligned.
 
     Example:
-      >>> table([("a", "size"), ("bcd", "7")], right=[1]).splitlines()
+      >>> table([("a", "size"), ("bcd", "7")], right=[1])
       ['a    size', 'bcd     7']
     """
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    return [
         "  ".join(
             cell.rjust(width) if i in right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    )
+    ]
 
 
 def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
@@ -167,11 +205,6 @@ def tail(text: str, width: int) -> str:
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
-def cut(line: str) -> str:
-    """Cuts a line to the width of the screen."""
-    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
-
-
 def wrapped(
     text: str, indent: int = 0, *, hanging: int | None = None, width: int = COLUMNS
 ) -> list[str]:
@@ -185,19 +218,35 @@ def wrapped(
     )
 
 
+def wrapped_each(lines: Iterable[str]) -> list[str]:
+    """Wraps each of several sentences, with hanging indents."""
+    return [part for line in lines for part in wrapped(line, hanging=2)]
+
+
+def named(names: Sequence[str], most: int) -> str:
+    """Joins names, at most `most` of them, and counts the others.
+
+    Example:
+      >>> named(["a", "b", "c"], most=2)
+      'a, b, and 1 more'
+    """
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])
+
+
 def labeled(label: str, text: str) -> list[str]:
     """Formats a text with a label in the first column."""
     return wrapped(f"{label:{_LABEL - 1}s} {text}", hanging=_LABEL)
 
 
-def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
+def listed(heading: str, lines: Iterable[str], limit: int) -> list[str]:
     """Formats lines, wrapped, with a heading before the first; counts those beyond the limit.
 
     Example:
       >>> listed("lost", ["a", "b", "c"], limit=2)
       ['lost          a', '              and 2 more']
     """
-    lines = list(lines)
+    lines = [lines] if isinstance(lines, str) else list(lines)
     shown: list[str] = []
     for i, line in enumerate(lines):
         block = wrapped(line, hanging=2, width=COLUMNS - _HEADING)
@@ -208,13 +257,14 @@ def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
     return [f"{heading if not i else '':{_HEADING - 1}} {line}" for i, line in enumerate(shown)]
 
 
-def fitted(blocks: Sequence[Sequence[str]], room: int, what: str) -> list[str]:
-    """Returns the first blocks of lines that fit in `room` lines, and a count of the others.
+def fitted(blocks: Iterable[Sequence[str]], room: int, what: str) -> list[str]:
+    """Returns the first blocks, of one line or several, that fit in `room`; counts the others.
 
     Example:
-      >>> fitted([["a", "b"], ["c"], ["d"]], 3, "letter")
+      >>> fitted([["a", "b"], "c", "d"], 3, "letter")
       ['a', 'b', '… and 2 more letters']
     """
+    blocks = [[block] if isinstance(block, str) else block for block in blocks]
     lines: list[str] = []
     for i, block in enumerate(blocks):
         last = i == len(blocks) - 1
@@ -254,7 +304,14 @@ def counted(number: float, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Converts data to JSON's types: arrays to lists, and numbers that are not finite to None."""
+    """Converts data to JSON's types.
+
+    Dataclasses and named tuples become dicts, arrays lists, and numbers that are not finite None.
+    """
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         value = np.asarray(value).tolist()
     if isinstance(value, dict):

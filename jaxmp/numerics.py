@@ -10,37 +10,25 @@ Example:
 """
 
 from jaxmp._numerics.capture import Capture, capture
-from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
-from jaxmp._numerics.formats import ScaledFormat, Score, formats, score
 from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.plots import plot_scale
 from jaxmp._numerics.record import Measured, Record
-from jaxmp._numerics.saved import load, save
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site
 
 __all__ = [
     "Capture",
-    "Comparison",
-    "Divergence",
     "Fault",
     "Measured",
     "NumericsReport",
     "Origin",
-    "Pair",
     "Record",
-    "ScaledFormat",
-    "Score",
     "Site",
     "Statistics",
     "capture",
-    "formats",
-    "load",
     "monitor",
     "plot_scale",
     "read_monitor",
-    "save",
-    "score",
 ]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import numerics, recipes
+from jaxmp import recipes
 from jaxmp.dtypes import DTYPE_NAMES, dtype_name, parse_format
 from jaxmp.formats import ALL_FORMATS
 
@@ -40,10 +40,9 @@ def test_every_name_means_one_format():
             assert parse_format(name, ALL_FORMATS.values(), "format") is fmt
 
 
-def test_one_table_for_policies_recipes_and_scores():
+def test_one_table_for_policies_and_recipes():
     assert [*map(dtype_name, DTYPE_NAMES)] == ["bfloat16", "float16", "float32", "float64"]
-    every = [*recipes.FORMATS.values(), *(form.format for form in numerics.formats)]
-    assert all(fmt is ALL_FORMATS[fmt.short] for fmt in every)
+    assert all(fmt is ALL_FORMATS[fmt.short] for fmt in recipes.FORMATS.values())
 
 
 def test_what_is_no_format_is_refused():

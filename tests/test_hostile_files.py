@@ -5,18 +5,13 @@ None takes memory beyond its own size, none writes elsewhere, none reaches the t
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import tracemalloc
-import warnings
-import zipfile
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxmp
@@ -137,7 +132,6 @@ def test_what_is_no_file(tmp_path):
     ):
         with case(str(path)):
             assert said in bounded(lambda path=path: check(jnp.sin, path)(1.0))
-            assert said in bounded(lambda path=path: numerics.load(path))
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -191,163 +185,6 @@ def test_a_lock_is_replaced_whole_and_keeps_its_permissions(tmp_path, monkeypatc
 def _umask(folder):
     (folder / "umask").touch()
     return ~(folder / "umask").stat().st_mode & 0o777
-
-
-# Captures.
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory):
-    """The arrays of a saved capture."""
-    path = tmp_path_factory.mktemp("capture") / "run.npz"
-    run = numerics.capture(lambda w: jax.lax.scan(lambda c, x: (c * w, c), w, jnp.ones(3))[0])
-    numerics.save(run(jnp.float16(2)), path)
-    with np.load(path) as file:
-        return dict(file)
-
-
-def changed(arrays, **new):
-    return {**arrays, **{name.replace("_", "."): value for name, value in new.items()}}
-
-
-def of_metadata(change):
-    def changed_arrays(arrays):
-        data = json.loads(str(arrays["metadata"]))
-        change(data)
-        return {**arrays, "metadata": np.array(json.dumps(data))}
-
-    return changed_arrays
-
-
-def _first_site(data):
-    return next(iter(data["program"]["sites"].values()))
-
-
-def set_site(**fields):
-    return of_metadata(lambda data: _first_site(data).update(fields))
-
-
-def array_that_claims(shape, dtype="<i4"):
-    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
-    header = header.ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
-
-
-CAPTURES = {
-    "fewer rows": (lambda a: changed(a, **{"0_top": a["0.top"][1:]}), "the array 0.top is int32"),
-    "one axis": (lambda a: changed(a, **{"0_top": a["0.top"].ravel()}), "the array 0.top is int32"),
-    "another dtype": (
-        lambda a: changed(a, **{"0_counts": a["0.counts"] * 1.0}),
-        "0.counts is float64",
-    ),
-    "text": (lambda a: changed(a, **{"0_sums": np.array("x")}), "0.sums is <U1.., not float"),
-    "objects": (lambda a: changed(a, **{"0_top": np.array([{}])}), "0.top is object"),
-    "a pickle": (lambda a: changed(a, metadata=np.array([{}])), "metadata is object"),
-    "no arrays": (lambda a: {"metadata": a["metadata"]}, "was not written by"),
-    "NaN": (set_site(size=float("nan")), "it has the number NaN"),
-    "a dtype": (set_site(dtype="float17"), "the site '.*' is "),
-    "a dtype of objects": (set_site(dtype="object"), "the site '.*' is "),
-    "a shape": (set_site(shape=[-1]), "has the shape "),
-    "a large shape": (set_site(shape=[2**40, 2**40]), "the site '.*' is "),
-    "a long loop": (
-        set_site(loops=[{"name": "0", "reverse": False, "length": 10**9}]),
-        "the array 0.top is int32",
-    ),
-    "a loop": (set_site(loops=[3]), "has the loops "),
-    "another field": (set_site(evil=1), "which must have name, op,"),
-    "an escape code": (set_site(kind=ESCAPE), r"\\x1b\[31m\\u202e"),
-    "a name": (of_metadata(lambda d: _first_site(d).update(reads=["gone"])), "reads 'gone'"),
-    "results": (of_metadata(lambda d: d["program"].update(results=[["gone"]])), "reads 'gone'"),
-    "deep results": (of_metadata(lambda d: d["program"].update(results=[[[]]])), "a result has"),
-    "no runs": (of_metadata(lambda d: d.update(runs=[])), r"its runs are \[\]"),
-    "many runs": (of_metadata(lambda d: d.update(runs=d["runs"] * 9)), "its runs are "),
-    "a run": (of_metadata(lambda d: d["runs"][0].update(loss_scale="1")), "has the loss_scale '1'"),
-    "a huge number": (of_metadata(lambda d: d["runs"][0].update(bytes=10**400)), "has the bytes "),
-    "a program": (of_metadata(lambda d: d.update(program=None)), "the program is None"),
-    "twice": (
-        lambda a: {**a, "metadata": np.array('{"a": 1, "a": 2}')},
-        "the key 'a' is in it twice",
-    ),
-    "half of JSON": (
-        lambda a: {**a, "metadata": np.array('{"a": ')},
-        "not JSON: .* line 1, column",
-    ),
-    "deep JSON": (lambda a: {**a, "metadata": np.array("[" * 10**5)}, "is nested too deeply"),
-    "digits": (lambda a: {**a, "metadata": np.array("9" * 5000)}, "number of thousands of digits"),
-    "no object": (lambda a: {**a, "metadata": np.array("3")}, "was not written by"),
-    "a version": (
-        lambda a: {**a, "metadata": np.array(json.dumps({"jaxmp_numerics": ESCAPE}))},
-        r"of version '\\x1b\[31m",
-    ),
-}
-
-
-def test_hostile_captures(capture, tmp_path):
-    path = tmp_path / "run.npz"
-    for name, (change, said) in CAPTURES.items():
-        np.savez(path, allow_pickle=True, **change(capture))
-        with case(name), pytest.raises(ValueError, match=rf"load: .*run\.npz.*{said}"):
-            raise ValueError(bounded(lambda: numerics.load(path)))
-
-
-def test_archives_that_are_not_what_they_claim(capture, tmp_path):
-    path = tmp_path / "run.npz"
-    np.savez_compressed(path, **capture)
-    whole = path.read_bytes()
-    size = len(whole)
-    flipped = bytearray(whole)
-    flipped[200:220] = bytes(20)
-
-    def archive(*members, method=zipfile.ZIP_DEFLATED):
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w", method) as written, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a name that is there twice
-            for name, content in members:
-                written.writestr(name, content)
-        return file.getvalue()
-
-    encrypted = bytearray(whole)
-    at = whole.index(b"PK\x01\x02")
-    while at >= 0:
-        encrypted[at + 8] |= 1
-        at = whole.find(b"PK\x01\x02", at + 1)
-    bomb = bytes(2**19)
-    for name, content, said in (
-        ("cut off", whole[: size // 2], "was not written by"),
-        ("without its end", whole[:-30], "was not written by"),
-        ("damaged inside", bytes(flipped), "was not written by|is damaged"),
-        (
-            "a bomb",
-            archive(*[(f"{i}.npy", bomb) for i in range(9)]),
-            "more than the limit of 4 MiB",
-        ),
-        (
-            "a bomb of metadata",
-            archive(("metadata.npy", array_that_claims((), "<U130000") + bomb)),
-            "is larger",
-        ),
-        (
-            "an array that claims much",
-            archive(("metadata.npy", array_that_claims((), "<U10000"))),
-            "is larger",
-        ),
-        ("a password", bytes(encrypted), "was not written by"),
-        ("a header that nests", archive(("metadata.npy", array_that_claims("(" * 90))), "was not"),
-        ("a member of nothing", archive(("metadata.npy", b"")), "was not written by"),
-        ("a pickle", pickle.dumps({"a": 1}), "was not written by"),
-        ("an array", array_that_claims((3,)) + bytes(12), "was not written by"),
-        ("nothing", b"", "was not written by"),
-        ("a compression", archive(("metadata.npy", b"x"), method=zipfile.ZIP_LZMA)[:60], "was not"),
-    ):
-        path.write_bytes(content)
-        with case(name), pytest.raises(ValueError, match=rf"load: .*run\.npz.*({said})"):
-            raise ValueError(bounded(lambda: numerics.load(path, limit=2**22)))
-    path.write_bytes(whole)
-    assert numerics.load(path).policy
-    with pytest.raises(
-        ValueError, match=r"more than the limit of .* MiB: if it is yours, give a larger"
-    ):
-        numerics.load(path, limit=size + 1)
 
 
 # Finished runs.

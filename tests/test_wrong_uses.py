@@ -77,12 +77,6 @@ WRONG: dict[str, tuple[Any, type, str]] = {
     ),
     "sites of a list": (lambda: capture(sites=["a"]), TypeError, "capture: sites is a pattern"),
     "a limit in words": (lambda: capture(limit="1GB"), TypeError, "capture: limit is a number of"),
-    "load of a number": (lambda: numerics.load(3), TypeError, "load: path is the path of a file"),
-    "load with a word": (
-        lambda: numerics.load("x", limit="1"),
-        TypeError,
-        "load: limit is a number of bytes",
-    ),
     "half_dtype of a word": (
         lambda: dtypes.half_dtype("gpu"),
         TypeError,
@@ -195,8 +189,3 @@ def test_wrong_uses_are_refused_by_name() -> None:
     for name, (call, error, message) in WRONG.items():
         with case(name), pytest.raises(error, match=message):
             call()
-
-
-def test_a_missing_capture_is_a_missing_file() -> None:
-    with pytest.raises(FileNotFoundError):
-        numerics.load("there is no such file")

@@ -143,7 +143,7 @@ def _block(bullet: str, group: Sequence[Finding]) -> list[str]:
         lines = _screen.wrapped(f"{title}{_where(*places[0])}: {what}", hanging=indent)
     else:
         shown = [
-            [_screen.cut(f"{' ' * indent}{sum(f.share for f in of):6.1%}  {_where(path, of)}")]
+            f"{' ' * indent}{sum(f.share for f in of):6.1%}  {_where(path, of)}"
             for path, of in places
         ]
         lines = _screen.wrapped(f"{title}{what}", hanging=indent)

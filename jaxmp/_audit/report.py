@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +71,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class PrecisionReport(_screen.Report):
-    """The report of `jaxmp.audit`. Print it.
+    """The report of `jaxmp.audit`. Print it, or all of it: `to_text(verbose=True)`.
 
     Attributes:
       operations: one per equation, in order.
@@ -233,22 +234,14 @@ class PrecisionReport(_screen.Report):
             "operations": [dataclasses.asdict(op) for op in self.operations],
         }
 
-    def to_text(self, *, verbose: bool = False) -> str:
-        """Returns the verdict, the summary and the findings.
-
-        Args:
-          verbose: every finding and argument, however many lines that takes. Else what fits on a
-            screen of 40 lines and 120 columns, merging findings that differ only in their place.
-        """
+    def _sections(self, *, verbose: bool) -> Iterator[_screen.Section]:
+        yield _screen.wrapped(self.verdict())
         if verbose:
-            found = [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
-            return "\n".join([self.verdict(), "", self.summary(), *(["", *found] if found else [])])
-        head = [*_screen.wrapped(self.verdict()), ""]
-        head += _screen.fitted([[_screen.cut(line)] for line in self._computed()], 12, "remark")
-        arguments = [[_screen.cut(line)] for line in self._arguments(merged=True)]
-        head += _screen.fitted(arguments, max(3, 12 - len(head)), "argument")
-        found = on_a_screen(alike(self.findings), _screen.LINES - len(head) - 3)
-        return "\n".join([*head, *(["", *found] if found else []), "", _MORE])
-
-    def __str__(self) -> str:
-        return self.to_text()
+            yield self.summary().splitlines()
+            yield [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
+            return
+        computed = _screen.fitted(self._computed(), 12, "remark")
+        room = max(3, 10 - len(computed))
+        yield computed + _screen.fitted(self._arguments(merged=True), room, "argument")
+        yield functools.partial(on_a_screen, alike(self.findings))
+        yield [_MORE]

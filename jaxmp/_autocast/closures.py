@@ -4,8 +4,7 @@
 when it differentiates, after the trace is over; a rule that reads a traced value of the program by
 closure (implicit differentiation of an objective that closes over an argument of the loss) then
 reads a leaked tracer. Without autocast it does not, because `jax.grad` runs rules while the program
-is traced. So such a program is differentiated while it is traced, as by JAX, and the result is
-planned: a forward and a backward pass for the whole program.
+is traced. So such a program runs as written, in float32, with a warning.
 """
 
 from __future__ import annotations
@@ -20,34 +19,18 @@ import numpy as np
 from jax import dtypes
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast import derivatives
 from jaxmp._autocast.annotations import keeps
 from jaxmp._autocast.coverage_warnings import warn_closing
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.planner import Planner
-from jaxmp._autocast.planning import Pass
 from jaxmp._autocast.provenance import PARAMETER
-from jaxmp._autocast.rule_calls import Call, ClosedOverError, Pattern, call_of, trace_rule
+from jaxmp._autocast.rule_calls import ClosedOverError, Pattern, call_of, trace_rule
 from jaxmp._autocast.why import Kind
-from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import function_name, is_inexact, is_tracer
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.dataflow import forward, through
 from jaxmp._jaxprs.higher_order import inside
-
-REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
-
-
-def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, CustomCall, bool]]:
-    """Yields each step that calls a function with a custom rule, its op, and if a scan runs it."""
-    for step in plan.steps:
-        if isinstance(step.op, CustomCall):
-            yield step, step.op, looped
-        for inner, called in step.inner_plans:
-            scan = inner.loops and not inner.open_ended
-            yield from custom_calls(called, looped=looped or scan)
 
 
 def perturbed(plan: Plan) -> dict[int, Pattern]:
@@ -80,7 +63,12 @@ def closing(plan: Plan) -> list[Step]:
     (the stores of its transformed rules are emptied), and may be in the caches of JAX's jits.
     """
     active = perturbed(plan)
-    return [step for step, *_ in custom_calls(plan) if _closes_over(step, active)]
+    return [step for step in _custom_calls(plan) if _closes_over(step, active)]
+
+
+def _custom_calls(plan: Plan) -> Iterator[Step]:
+    """Yields the steps that call a function with a custom derivative rule."""
+    return (step for step, *_ in plan.tally() if isinstance(step.op, CustomCall))
 
 
 def _closes_over(step: Step, perturbed: Mapping[int, Pattern]) -> bool:
@@ -111,47 +99,24 @@ def _closes_over(step: Step, perturbed: Mapping[int, Pattern]) -> bool:
     return False
 
 
-def likely(plan: Plan) -> bool:
-    """Returns whether a program has such a rule, as far as is known before differentiation.
-
-    Only calls that themselves close over something are checked; a rule that alone does so is found
-    when it is differentiated, by `ClosedOverError`.
-    """
-    if "closing" not in plan.built:
-        candidates = [s for s, *_ in custom_calls(plan) if compat.custom_rule(s.eqn).n_consts]
-        active = perturbed(plan) if candidates else {}
-        plan.built["closing"] = any(_closes_over(step, active) for step in candidates)
-    return bool(plan.built["closing"])
-
-
 def run(
     flat: Callable[..., list[Any]],
     plan: Plan,
-    passes: Sequence[Pass],
     program: Callable[[Execute], list[Any]],
     known: set[str],
 ) -> list[Any]:
-    """Runs a program, whatever its derivative rules close over.
+    """Runs a program; as written, with a warning, if its derivative rules close over its values.
 
     Args:
       flat: the program as a function of its flat arrays, as written.
       plan: its plan.
-      passes: those of its planner.
       program: runs the whole program, given the function that executes its plan.
       known: see `coverage_warnings`.
     """
-    if not likely(plan):
-        try:
-            return program(execute)
-        except ClosedOverError:
-            plan.built["closing"] = True
-    # Which of these constants is being differentiated cannot be known here.
-    if not any(map(is_tracer, plan.consts)):
-        try:
-            return program(_whole(flat, plan, passes))
-        except ClosedOverError:
-            pass  # a second derivative, or a rule inside a loop: only JAX itself may handle it
-    warn_closing([step.eqn for step in closing(plan)], known)
+    try:
+        return program(execute)
+    except ClosedOverError:
+        warn_closing([step.eqn for step in closing(plan)], known)
     return program(_as_written(flat))
 
 
@@ -164,24 +129,3 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
         return flat(*(x if low is None else cast(x, plan.rules.wide) for x, low in kept))
 
     return run_flat
-
-
-def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
-    """Returns a function that runs a program, differentiated before it is planned, as one call.
-
-    Its rules see the same perturbations as without autocast.
-    """
-    # JAX cannot partially evaluate the jvp of a scan over such a rule; it can compute a vjp.
-    reverse = any(looped or op.reverse for _, op, looped in custom_calls(plan))
-    make = derivatives.reverse_mode if reverse else derivatives.forward_mode
-    ins = tuple(v.aval for v in plan.jaxpr.invars)
-    call = Call(
-        name=function_name(plan.jaxpr),
-        run=lambda args: flat(*args),
-        ins=ins,
-        outs=tuple(v.aval for v in plan.jaxpr.outvars),
-        active=tuple(i for i, aval in enumerate(ins) if is_inexact(aval)),
-        symbolic=True,
-        closes=True,
-    )
-    return lambda _plan, args: list(make(call, plan, Planner(passes).another)(*args))

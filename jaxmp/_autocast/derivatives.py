@@ -134,9 +134,7 @@ def reverse_mode(call: Call, plan: Plan, another: NewPlanner) -> Callable[..., A
 
     def backward(saved: tuple[_Pullback, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
         pullback, residuals = saved
-        given = call.results
-        if not call.closes:
-            given = tuple(i for i in given if not isinstance(cotangents[i], SymbolicZero))
+        given = tuple(i for i in call.results if not isinstance(cotangents[i], SymbolicZero))
         plan, zeros = pullback.backward(given)
         out = execute(plan, [*residuals, *(_instantiated(cotangents[i]) for i in given)])
         grads: list[Any] = [None] * len(call.ins)
@@ -165,14 +163,10 @@ class _Pullback:
         self._grads = [plan.ins[i] for i in active]
         self._planner = another()
         self._trace_backward: Callable[[Pattern], Any] = functools.cache(self._backward_jaxpr)
-        self._tree: Any = None  # of the pullback, where the passes are traced one by one
         n_out = len(call.outs)
-        if call.closes:
-            jaxpr = self._trace_both()
-        else:
-            jaxpr, (_, pullback) = self._traced(self._vjp, call.ins)
-            self._tree = jax.tree.structure(pullback)
-            self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
+        jaxpr, (_, pullback) = self._traced(self._vjp, call.ins)
+        self._tree = jax.tree.structure(pullback)
+        self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
         operands = zip(call.ins, plan.arguments, strict=True)
         ins = [_kept(self._planner, plan.rules, *operand) for operand in operands]
@@ -185,25 +179,6 @@ class _Pullback:
 
     def _vjp(self, *args: Any) -> tuple[list[Any], Any]:
         return jax.vjp(self._call.by(args, self.active), *(args[i] for i in self.active))
-
-    def _trace_both(self) -> Any:
-        """Traces both passes at once: backward rules may close over values of the forward pass.
-
-        All cotangents are operands: which of them are zero is not known yet.
-        """
-        call = self._call
-
-        def both(*args: Any) -> list[Any]:
-            out, pullback = self._vjp(*args[: len(call.ins)])
-            given = iter(args[len(call.ins) :])
-            return [*out, *pullback(self._cotangents(given, call.results))]
-
-        avals = [tangent_type(call.outs[i]) for i in call.results]
-        jaxpr, _ = self._traced(both, [*call.ins, *avals])
-        forward, backward, self._saved = compat.split(jaxpr, len(call.ins), len(call.outs))
-        self._know(backward, len(avals))
-        self._trace_backward = lambda _given: backward
-        return forward
 
     def _saved_for(self) -> Sequence[int]:
         """Returns the demand of the backward pass on each residual."""
@@ -230,13 +205,9 @@ class _Pullback:
 
         avals = [tangent_type(self._call.outs[i]) for i in given]
         jaxpr, _ = self._traced(bwd, [*self._saved, *avals])
-        self._know(jaxpr, len(avals))
-        return jaxpr
-
-    def _know(self, jaxpr: Any, count: int) -> None:
-        """Adds the hidden tangents of a backward pass of `count` cotangents to the planner's."""
-        linear = [False] * len(self._saved) + [True] * count
+        linear = [False] * len(self._saved) + [True] * len(avals)
         self._planner.tangents |= hidden_tangents(jaxpr, linear, self._plan.rules)
+        return jaxpr
 
     def _cotangents(self, arrays: Iterator[Any], given: Pattern) -> list[Any]:
         """Returns one cotangent per result: an array for those in `given`, else a symbolic zero."""

@@ -26,14 +26,14 @@ from jaxmp._autocast.plan import Plan, Step, Visit
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
-from jaxmp._autocast.rules import FLOAT32, Rules, region_rules
+from jaxmp._autocast.rules import FLOAT32, Rules, governed, region_rules
 from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
 from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
-from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
+from jaxmp.policy import Policy, PolicyLike, get_policy, key_matches, single_policy
 
 __all__ = ["Explanation", "Row", "explain", "planned", "warn_overruled"]
 
@@ -82,17 +82,22 @@ def explain(
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         plan, arrays, parameters = planned(fn, asked, argnums, args, kwargs)
-        rows = tuple(_rows(plan, _outside(plan) if is_identity(asked) else frozenset()))
-        if closures.likely(plan):  # differentiated before it is planned
-            rows = tuple(dataclasses.replace(row, residual="") for row in rows)
-        differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
         spelt = "" if is_identity(asked) else str(asked)
+        overruled_by = spelt and overruled(plan)
+        used = asked
+        if spelt and closures.closing(plan):
+            used = get_policy(governed(asked).name)
+            plan, arrays, parameters = planned(fn, used, argnums, args, kwargs)
+        rows = tuple(_rows(plan, _outside(plan) if is_identity(asked) else frozenset()))
+        if used is not asked:
+            why = str(Kind.CLOSES_OVER.of())
+            rows = tuple(dataclasses.replace(row, reason=why) for row in rows)
+        differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
         if only is not None:
             rows = _only(rows, only)
         avals = map(jax.typeof, arrays)  # in which NumPy's float64 is JAX's float32
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        saved = functools.partial(_residual_bytes, plan, asked, shapes, parameters)
-        overruled_by = spelt and overruled(plan)
+        saved = functools.partial(_residual_bytes, plan, used, shapes, parameters)
         return Explanation(
             rows, spelt, differentiated, overruled_by, dict if differentiated else saved
         )
@@ -194,15 +199,12 @@ def _outside(plan: Plan) -> frozenset[int]:
 
 
 def _rows(plan: Plan, outside: frozenset[int]) -> Iterator[Row]:
-    closing = set(map(id, closures.closing(plan)))
     for visit in plan.walk():
         step = visit.step
         if not step.plans and id(step) in outside and step.why.kind == Kind.REGION:
             yield _row(visit, str(Kind.OUTSIDE.of()))
         elif not step.plans:
             yield _row(visit, _reason(step, plan.rules), residual(visit))
-        elif id(step) in closing:
-            yield _row(visit, closures.REASON)
         elif visit.saves:
             yield _row(visit, str(step.why), visit.saves)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ _MORE = (
     "or a module's path)."
 )
 # The lines for matmuls and convolutions, if other operations need some as well.
-_PRODUCTS = 12
+_PRODUCTS = 11
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Row:
 class Explanation(_screen.Report):
     """The effect of a policy on a program. Print it: similar rows are one, the costliest first.
 
+    `to_text(verbose=True)` has every row.
+
     Attributes:
       rows: one per equation, in order; only those that `only` selects.
       policy: the policy that `explain` was given; empty if it was float32.
@@ -130,13 +133,14 @@ class Explanation(_screen.Report):
     def summary(self) -> str:
         """Returns a few lines: operations by dtype, residuals, effects of the policy's options."""
         others = _total((r for r in self.rows if r.op not in LOW), lambda row: row.count)
-        lines = _screen.labeled("policy", self.policy) if self.policy else []
-        lines += _screen.labeled("matmuls, convolutions", self._by_dtype())
-        lines += _screen.labeled("other operations", _counts(others))
-        if saved := self.residual_bytes:
-            lines += _screen.labeled("saved for backward pass", _screen.by_dtype(saved))
-        if self.overruled:
-            lines += _screen.labeled("of no effect", self.overruled)
+        facts = {
+            "policy": self.policy,
+            "matmuls, convolutions": self._by_dtype(),
+            "other operations": _counts(others),
+            "saved for backward pass": _screen.by_dtype(self.residual_bytes),
+            "of no effect": self.overruled,
+        }
+        lines = [line for fact in facts.items() if fact[1] for line in _screen.labeled(*fact)]
         return "\n".join([*lines, *self._notes(self._asked)])
 
     def _by_dtype(self) -> str:
@@ -232,31 +236,23 @@ class Explanation(_screen.Report):
         )
         return sorted(found, key=lambda group: _cost(group[1]), reverse=True)
 
-    def to_text(self, *, verbose: bool = False) -> str:
-        """Formats the verdict, the summary and the rows.
-
-        Args:
-          verbose: whether to show every row, on any number of lines, instead of the `groups` that
-            fit on a screen of 40 lines and 120 columns.
-        """
+    def _sections(self, *, verbose: bool) -> Iterator[_screen.Section]:
+        yield _screen.wrapped(self.verdict())
         summary = self.summary().splitlines()
         if verbose:
+            yield summary
             cells = [("op", "dtype", "times", "source", "path", "reason")]
             cells += [(r.op, r.dtype, str(r.count), r.source, r.path, r.why) for r in self.rows]
-            return "\n".join([self.verdict(), "", *summary, "", _screen.table(cells, widest=48)])
-        head = [_screen.cut(self.verdict()), ""]
-        head += _screen.fitted([[_screen.cut(line)] for line in summary], 12, "remark")
-        room = _screen.LINES - len(head) - 2
+            yield _screen.table(cells, widest=48)
+            return
+        yield _screen.fitted(summary, 12, "remark")
         groups = self.groups()
         products = [group for group in groups if group[1][0].op in LOW]
         others = groups[len(products) :]
         full = governed(self._asked).name
-        lines = _by_reason(products, full, min(_PRODUCTS, room) if others else room)
-        lines += _by_reason(others, full, room - len(lines))
-        return "\n".join([*head, *lines, "", _MORE])
-
-    def __str__(self) -> str:
-        return self.to_text()
+        yield lambda room: _by_reason(products, full, min(_PRODUCTS, room) if others else room)
+        yield functools.partial(_by_reason, others, full)
+        yield [_MORE]
 
 
 def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) -> list[str]:
@@ -267,11 +263,9 @@ def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) ->
     reasons: dict[tuple[str, str], list[tuple[str, list[Row]]]] = defaultdict(list)
     for path, rows in groups:
         reasons[rows[0].dtype, rows[0].why].append((path, rows))
-    if not reasons:
-        return []
     costs = {key: _cost([r for _, rows in places for r in rows]) for key, places in reasons.items()}
     order = sorted(costs, key=lambda key: (costs[key][1], key[0] == full, costs[key]), reverse=True)
-    extra = room - 1 - 2 * len(order)  # lines for more than one place of a reason
+    extra = room - 2 * len(order)  # lines for more than one place of a reason
     blocks = []
     for dtype, why in order:
         places = reasons[dtype, why]
@@ -281,10 +275,10 @@ def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) ->
         if others := len(places) - len(shown):
             title += f", here and in {_screen.counted(others, 'other place')}"
         block = _screen.wrapped(title, hanging=2)
-        block += [_screen.cut(f"    {_place(*place)}") for place in shown]
+        block += [f"    {_place(*place)}" for place in shown]
         extra -= len(block) - 2
         blocks.append(block)
-    return ["", *_screen.fitted(blocks, room - 1, "reason")]
+    return _screen.fitted(blocks, room, "reason")
 
 
 def _place(path: str, rows: Sequence[Row]) -> str:

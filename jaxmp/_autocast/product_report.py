@@ -77,4 +77,4 @@ class Quantized(Printed):
         for p in self.products:
             way, why = "backward" if p.backward else "forward", "" if p.quantized else p.why_not
             cells.append((p.dtype, f"{p.count:g}", way, p.source, p.path, why))
-        return f"{table(cells)}\n\n{self.summary()}"
+        return "\n".join([*table(cells), "", self.summary()])

@@ -12,10 +12,8 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import is_inexact, is_tracer
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.dataflow import forward, through
-from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.walk import equations
 from jaxmp.policy import Policy
 
 Pattern = tuple[int, ...]
@@ -24,8 +22,7 @@ Pattern = tuple[int, ...]
 class ClosedOverError(ValueError):
     """A derivative rule uses a traced value of an enclosing function that is not an operand.
 
-    That trace is over by the time the rule runs. `closures` differentiates such a program as JAX
-    does, while it is traced.
+    That trace is over by the time the rule runs. `closures` runs such a program as written.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +43,6 @@ class Call(NamedTuple):
       active: the operands it may be differentiated with respect to.
       symbolic: whether the rule depends on which operands are differentiated, and on which
         cotangents are zero.
-      closes: whether the rule may close over tracers, whose trace is not over yet.
     """
 
     name: str
@@ -55,7 +51,6 @@ class Call(NamedTuple):
     outs: tuple[Any, ...]
     active: Pattern
     symbolic: bool
-    closes: bool = False
 
     @property
     def results(self) -> Pattern:
@@ -98,40 +93,13 @@ def trace_rule(
       ClosedOverError: if the rule uses values of an enclosing function that are not its operands.
     """
     with inside_autocast(policy):
-        if call.closes:  # tracers whose trace is not over may be closed over
-            traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
-            if not _is_whole(traced[0]) and not _loops(traced[0]):
-                with jax.disable_jit():  # which would unroll loops as well
-                    traced = jax.make_jaxpr(rule, return_shape=True)(*avals)
-            whole = _is_whole(traced[0])
-        else:
-            try:
-                traced = compat.trace_of_tree(rule, avals)
-            except jax.errors.UnexpectedTracerError as error:
-                raise ClosedOverError(call.name) from error
-            whole = len(compat.closed(traced[0]).jaxpr.invars) == len(avals)
-    if not whole:
+        try:
+            traced = compat.trace_of_tree(rule, avals)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ClosedOverError(call.name) from error
+    if len(compat.closed(traced[0]).jaxpr.invars) != len(avals):
         raise ClosedOverError(call.name)
     return traced
-
-
-def _loops(jaxpr: Any) -> bool:
-    """Returns whether there is a loop in a jaxpr, at any depth."""
-    eqns = equations(compat.closed(jaxpr).jaxpr.eqns)
-    return any(inner.loops for eqn in eqns for inner in inside(eqn))
-
-
-def _is_whole(jaxpr: Any) -> bool:
-    """Returns whether inner jaxprs read values of the enclosing trace only through operands.
-
-    When it differentiates a jit whose rules close over tracers, JAX may leave one that does not.
-    """
-    for eqn in equations(compat.closed(jaxpr).jaxpr.eqns):
-        for inner in inside(eqn) if eqn.primitive.name in ("jit", "scan") else ():
-            opened, consts = compat.closed(inner.jaxpr)
-            if any(map(is_tracer, consts)) or len(opened.invars) != len(eqn.invars):
-                return False
-    return True
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:

@@ -252,7 +252,6 @@ def under_policy(
         outs = closures.run(
             traced.as_written,
             plan,
-            passes,
             lambda run: run_program(plan, traced.arrays, policy, run),
             warned,
         )

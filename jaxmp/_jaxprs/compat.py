@@ -150,35 +150,6 @@ def is_at_most(size: Any, limit: int) -> bool:
     return isinstance(size, int) and size <= limit
 
 
-def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Any, Any, list[Any]]:
-    """Splits a jaxpr in two: the equations that do not depend on its last operands, and the others.
-
-    Args:
-      jaxpr: with operands ``[*first, *last]`` and results ``[*early, *late]``; the early ones do
-        not depend on the last operands.
-      n_ins: the number of first operands.
-      n_outs: the number of early results.
-
-    Returns:
-      A jaxpr ``first -> [*early, *saved]``, a jaxpr ``[*saved, *last] -> late``, and the avals of
-      ``saved``.
-    """
-    opened, consts = closed(jaxpr)
-    late = set(opened.invars[n_ins:])
-    parts: tuple[list[Any], list[Any]] = ([], [])
-    for eqn in opened.eqns:
-        depends = not late.isdisjoint(variables(eqn.invars))
-        parts[depends].append(eqn)
-        late.update(eqn.outvars if depends else ())
-    read = [v for eqn in parts[1] for v in eqn.invars] + list(opened.outvars[n_outs:])
-    known = {*late, *opened.constvars}
-    saved = list(dict.fromkeys(v for v in variables(read) if v not in known))
-
-    first = part(opened, parts[0], opened.invars[:n_ins], [*opened.outvars[:n_outs], *saved])
-    last = part(opened, parts[1], [*saved, *opened.invars[n_ins:]], opened.outvars[n_outs:])
-    return close(first, consts), close(last, consts), [v.aval for v in saved]
-
-
 def like(new: Any, old: Any) -> Any:
     """Returns `new`, as traced, as the class in which the equation held `old`: open or closed.
 

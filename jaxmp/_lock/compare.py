@@ -47,31 +47,27 @@ class Difference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class LockComparison(_screen.Report):
-    """A program compared with its lock. Print it."""
+    """A program compared with its lock. Print it, or all of it: `to_text(verbose=True)`."""
 
     path: str
     differences: tuple[Difference, ...]
 
-    def to_text(self, *, verbose: bool = False) -> str:
-        """Returns the first difference, and all by module: what fits on a screen, or everything."""
+    def _sections(self, *, verbose: bool) -> Iterator[_screen.Section]:
         if not self.differences:
-            return f"{self.path}: the program computes in the same dtypes."
+            yield [f"{self.path}: the program computes in the same dtypes."]
+            return
         count = _screen.counted(len(self.differences), "difference")
-        lines = [f"{self.path}: {count}. {_first(self.differences)}"]
-        if len(lines[0]) > _screen.COLUMNS:
-            lines = [f"{self.path}: {count}.", *_screen.wrapped(_first(self.differences))]
-        tail = "If that is wanted: the same command with --update, and commit the file."
+        said = [f"{self.path}: {count}.", _first(self.differences)]
+        line = " ".join(said)
+        yield [line] if len(line) <= _screen.COLUMNS else [said[0], *_screen.wrapped(said[1])]
         merged, rest = ([], self.differences) if verbose else _merged(self.differences)
         most = sys.maxsize if verbose else _PATTERNS
         [program, others] = (
             [d for d in rest if (d.module == _PROGRAM) is so] for so in (True, False)
         )
         blocks = [*_blocks(program, most), *merged, *_blocks(others, most)]
-        room = sys.maxsize if verbose else _screen.LINES - 6
-        return "\n".join([*lines, "", *_screen.fitted(blocks, room, "block"), "", tail])
-
-    def __str__(self) -> str:
-        return self.to_text()
+        yield lambda room: _screen.fitted(blocks, room, "block")
+        yield ["If that is wanted: the same command with --update, and commit the file."]
 
 
 def _first(differences: Sequence[Difference]) -> str:
@@ -155,8 +151,7 @@ def _merged(
         names = compressed(dict.fromkeys(d.module for d in of))
         count = _screen.counted(len(of), "difference")
         lines = [f"{count}: {pair[1]} in the place of {pair[0]}, and nothing else"]
-        more = [f"and {len(names) - _MANY} more"] if len(names) > _MANY else []
-        lines += _screen.wrapped(f"in {', '.join([*names[:_MANY], *more])}", 2, hanging=5)
+        lines += _screen.wrapped(f"in {_screen.named(names, _MANY)}", 2, hanging=5)
         whats = ", ".join(dict.fromkeys(d.what for d in of))
         blocks.append([*lines, *_screen.wrapped(f"of {whats}", 2, hanging=5)])
     return blocks, tuple(d for d in differences if id(d) not in done)
@@ -182,9 +177,7 @@ def _blocks(differences: Sequence[Difference], most: int) -> Iterator[list[str]]
     for module, of in by_module.items():
         groups[tuple((d.what, d.was, d.now, d.source) for d in of)].append(module)
     for rows, modules in groups.items():
-        names = compressed(modules)
-        more = [f"and {len(names) - most} more"] if len(names) > most else []
-        lines = _screen.wrapped(", ".join([*names[:most], *more]), hanging=2)
+        lines = _screen.wrapped(_screen.named(compressed(modules), most), hanging=2)
         for what, was, now, source in rows:
             at = f"  {source}" if source else ""
             lines += _screen.wrapped(f"{what:22s} was {was}", 2, hanging=29)

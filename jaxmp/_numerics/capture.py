@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, all_measured
 from jaxmp._numerics.survey import Site, SurveyedProgram, survey
 from jaxmp._printable import shown
-from jaxmp._screen import listed, one_a_place
+from jaxmp._screen import Section, one_a_place
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.opt_state import find_scaler
@@ -47,14 +47,12 @@ class Capture(Record, Readings):
         may fuse a measured program differently, so that last bits differ from `results`.
     """
 
-    measured_results: Any = None
-    _unmeasured: Callable[[], Any] | None = None
+    measured_results: Any
+    _unmeasured: Callable[[], Any]
 
     @functools.cached_property
     def results(self) -> Any:
         """The results of the program when nothing is measured, for which it runs once more."""
-        if self._unmeasured is None:
-            raise ValueError("results: a loaded capture has no results; capture the program again")
         return self._unmeasured()
 
     def origins(self) -> list[Origin]:
@@ -69,17 +67,17 @@ class Capture(Record, Readings):
         """Returns the run itself."""
         return (self,)
 
-    def __str__(self) -> str:
-        """Returns the operations that made non-finite values, and what was measured."""
+    def _sections(self, *, verbose: bool) -> Iterator[Section]:  # noqa: ARG002
         made = one_a_place(
             (str(origin.site), f"{origin.site}: made {'NaN' if origin.nan else 'an infinity'}")
             for origin in self.origins()
         )
-        lines = listed("not finite", made or ["nothing: every result is finite"])
-        lines += listed("policy", [self.title])
         size = f"{self.bytes / 2**20:.1f} MiB"
-        lines += listed("measured", [f"{len(self.sites)} sites, {size}; they are in .sites"])
-        return "\n".join(lines)
+        yield {
+            "not finite": made or "nothing: every result is finite",
+            "policy": self.title,
+            "measured": f"{len(self.sites)} sites, {size}; they are in .sites",
+        }
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._screen import Printed, listed, one_a_place
+from jaxmp._screen import Printed, Section, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
 # If more than this share of values, or of a norm, is lost, it is worth a line.
@@ -174,8 +174,7 @@ class NumericsReport(Readings):
             if np.isfinite(error) and error > 4 * float(jnp.finfo(site.dtype).eps)
         )
 
-    def __str__(self) -> str:
-        """Returns the report, for a screen; operations of modules of one kind are one line."""
+    def _sections(self, *, verbose: bool) -> Iterator[Section]:  # noqa: ARG002
         faults, contained = (
             one_a_place((str(f).removesuffix(f": {f.why}"), str(f)) for f in several)
             for several in (self.faults, self.contained)
@@ -188,26 +187,22 @@ class NumericsReport(Readings):
                 ("relative error {:.2g}", self.errors),
             )
         )
-        lines = listed("not finite", faults or ["nothing: every result is finite"])
-        lines += listed("contained", contained)
-        lines += listed("would leave", beyond)
-        lines += listed("underflow", lost)
-        lines += listed("rounding", errors)
-        if self._gradients():
-            lines += listed("loss scale", [f"{self.run.loss_scale:g}; {self._room()}"])
         size = f"{self.run.bytes / 2**20:.1f} MiB of measurements"
-        lines.append(f"policy        {self.policy}")
-        lines.append(f"measured      {len(self.run.sites)} sites, {size}; all of the above is in")
-        lines.append(f"{'':13} .faults, .contained, .predicted, .underflows and .errors")
-        return "\n".join(lines)
+        yield {
+            "not finite": faults or "nothing: every result is finite",
+            "contained": contained,
+            "would leave": beyond,
+            "underflow": lost,
+            "rounding": errors,
+            "loss scale": f"{self.run.loss_scale:g}; {self._room()}" if self._gradients() else (),
+            "policy": self.policy,
+            "measured": f"{len(self.run.sites)} sites, {size}; all of the above is in",
+            "": ".faults, .contained, .predicted, .underflows and .errors",
+        }
 
     def runs(self) -> tuple[Record, ...]:
         """Returns both runs."""
         return self.run, self.wide
-
-    def fault_lines(self) -> tuple[str, ...]:
-        """Returns a line for each of the faults."""
-        return tuple(map(str, self.faults))
 
     def _room(self) -> str:
         """Describes the loss scale to begin with, and the underflow there."""

@@ -29,11 +29,6 @@ FLOAT32 = np.dtype(np.float32)
 # field has it; bin 0 holds its subnormals.
 OCTAVES = 256
 BIAS = 127
-# The distance of a magnitude below the largest of its row or block, in octaves, has this many bins;
-# the last also holds all greater distances.
-BELOW = 48
-# The groups that share a scale in formats of few bits: the last axis, and pieces of it.
-GROUPS = ("row", "block of 128", "block of 32", "block of 16")
 # A sample: pieces, and elements of each.
 PIECES, LENGTH = 16, 128
 
@@ -48,7 +43,6 @@ class Look(NamedTuple):
     top: Any  # int32[n]: the bits of the largest magnitude, as float32: of NaN, if there is one
     sample: Any = None  # float32[n, 16, 128]; None if only non-finite values are looked for
     lengths: Any = None  # the number of elements in each piece
-    rows: Any = None  # float32[n, 16]: the largest finite magnitude of the row that a piece is from
     twin: Any = None  # the sample of the same arrays computed in float32, if known
     limits: tuple[float, float] = (0.0, 0.0)  # their dtype's smallest normal number, and largest
 
@@ -69,20 +63,9 @@ def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
     limits = jnp.finfo(x.dtype)
     tiny = max(float(limits.tiny), float(jnp.finfo(np.float32).tiny))
     most = min(float(limits.max), float(jnp.finfo(np.float32).max))
-    rows = pieces.rows_of(wide)
-    magnitudes = xp.abs(rows)
-    largest = xp.max(xp.where(xp.isfinite(magnitudes), magnitudes, 0), axis=2, initial=0)
-    largest = xp.repeat(largest, pieces.each, axis=1)
     if twin is not None:
-        twin = pieces.of(pieces.rows_of(xp.asarray(twin.reshape(len(x), size), np.float32)))
-    return Look(
-        top,
-        pieces.of(rows),
-        pieces.lengths,
-        xp.pad(largest, [(0, 0), (0, PIECES - largest.shape[1])]),
-        twin,
-        (tiny, most),
-    )
+        twin = pieces.of(xp.asarray(twin.reshape(len(x), size), np.float32))
+    return Look(top, pieces.of(wide), pieces.lengths, twin, (tiny, most))
 
 
 def _library(x: Any) -> Any:
@@ -111,14 +94,11 @@ class _Pieces(NamedTuple):
     step: int
     lengths: Any
 
-    def rows_of(self, x: Any) -> Any:
-        """Selects those rows of float32[n, size]."""
+    def of(self, x: Any) -> Any:
+        """Selects the pieces of float32[n, size], padded with zeros to float32[n, 16, 128]."""
+        xp, n = _library(x), len(x)
         last = (self.rows - 1) * self.stride + 1
-        return x.reshape(len(x), *self.shape)[:, : last : self.stride]
-
-    def of(self, rows: Any) -> Any:
-        """Selects the pieces of those rows, padded with zeros to float32[n, 16, 128]."""
-        xp, n = _library(rows), len(rows)
+        rows = x.reshape(n, *self.shape)[:, : last : self.stride]
         long = -(-self.shape[1] // LENGTH)
         rows = xp.pad(rows, [(0, 0), (0, 0), (0, long * LENGTH - self.shape[1])])
         last = (self.each - 1) * self.step + 1
@@ -131,7 +111,7 @@ class _Pieces(NamedTuple):
 def _pieces(shape: tuple[int, ...]) -> _Pieces:
     """Chooses the sample of an array: all of it if it is small, else about 4 pieces of a row."""
     size = math.prod(shape)
-    row = shape[-1] if shape and shape[-1] >= 16 else size  # short rows share no scale
+    row = shape[-1] if shape and shape[-1] >= 16 else size
     rows = size // max(row, 1)
     long = -(-row // LENGTH)
     each = long if rows * long <= PIECES else min(long, max(4, PIECES // rows))
@@ -154,7 +134,7 @@ class Measurements(NamedTuple):
     counts: Any = None
     extremes: Any = None
     sums: Any = None
-    spread: Any = None
+    octaves: Any = None
 
 
 # How the measurements of several iterations are joined, and their values where nothing ran.
@@ -193,13 +173,12 @@ def measure(looks: Sequence[Look]) -> Measurements:
     )
     samples = xp.concatenate([one.sample for one in looks])
     twins = xp.concatenate([one.sample if one.twin is None else one.twin for one in looks])
-    rows = xp.concatenate([one.rows for one in looks])
     with np.errstate(all="ignore"):
-        return Measurements(tops, *_measured(samples, lengths, twins, known, limits, rows))
+        return Measurements(tops, *_measured(samples, lengths, twins, known, limits))
 
 
 def _measured(
-    x: Any, lengths: Any, twin: Any, known: Any, limits: Any, rows: Any
+    x: Any, lengths: Any, twin: Any, known: Any, limits: Any
 ) -> tuple[Any, Any, Any, Any]:
     xp = _library(x)
     of_piece = (slice(None), None, None)
@@ -231,35 +210,22 @@ def _measured(
         xp.stack([xp.ones_like(sampled), sampled, *counted], 1),
         xp.stack([xp.max(a, (1, 2)), -smallest], 1),
         xp.stack([xp.sum(one * one, (1, 2)) for one in squares], 1),
-        _spread(a, nonzero, rows),
+        _counted(a, nonzero),
     )
 
 
-def _spread(a: Any, nonzero: Any, rows: Any) -> Any:
-    """Counts magnitudes in each octave, and at each distance below the largest of their groups."""
+def _counted(a: Any, nonzero: Any) -> Any:
+    """Counts the magnitudes in each octave."""
     xp, n = _library(a), len(a)
-    exponents = _magnitude_bits(a) >> 23
-    few, some = exponents[:, ::4], nonzero[:, ::4]  # counting is slow on CPU
-    total = OCTAVES + BELOW * len(GROUPS)
-    bins = [xp.where(nonzero, exponents, total)]
-    for i, group in enumerate(GROUPS):
-        if group == "row":
-            above = (_magnitude_bits(rows) >> 23)[:, ::4, None]
-        else:
-            width = int(group.rpartition(" ")[2])
-            blocks = xp.where(some, few, -1).reshape(n, PIECES // 4, LENGTH // width, width)
-            above = xp.repeat(blocks.max(-1), width, axis=-1)
-        below = OCTAVES + BELOW * i + xp.clip(above - few, 0, BELOW - 1)
-        bins.append(xp.where(some, below, total))
-    # All are counted at once. Elements that are not counted fall into a last bin, `total`.
-    every = xp.concatenate([one.reshape(n, math.prod(one.shape[1:])) for one in bins], 1)
-    every = (every + np.arange(n, dtype=np.int32)[:, None] * (total + 1)).reshape(-1)
-    size = n * (total + 1)
+    # Elements that are not counted fall into a last bin.
+    bins = xp.where(nonzero, _magnitude_bits(a) >> 23, OCTAVES).reshape(n, PIECES * LENGTH)
+    bins = (bins + np.arange(n, dtype=np.int32)[:, None] * (OCTAVES + 1)).reshape(-1)
+    size = n * (OCTAVES + 1)
     if xp is np:
-        counts: Any = np.bincount(every, minlength=size).astype(np.int32)
+        counts: Any = np.bincount(bins, minlength=size).astype(np.int32)
     else:
-        counts = jnp.zeros(size, jnp.int32).at[every].add(1)
-    return counts.reshape(n, total + 1)[:, :total]
+        counts = jnp.zeros(size, jnp.int32).at[bins].add(1)
+    return counts.reshape(n, OCTAVES + 1)[:, :OCTAVES]
 
 
 def _magnitude_bits(x: Any) -> Any:
@@ -297,8 +263,6 @@ class Statistics:
       saturated: the number that are the largest number of their dtype, and larger in float32.
       twins: the number whose value in float32 is known.
       octaves: int[..., 256]: the number of magnitudes in [2^(i - 127), 2^(i - 126)).
-      below: from each of `GROUPS` to int[..., 48]: the number of magnitudes, in a quarter of the
-        sample, at each distance in octaves below the largest of their row or block.
     """
 
     size: int
@@ -320,7 +284,6 @@ class Statistics:
     saturated: Any = None
     twins: Any = None
     octaves: Any = None
-    below: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -359,8 +322,6 @@ def unpack(size: int, of: Measurements) -> Statistics:
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.where(sums[2] > 0, np.sqrt(sums[1] / sums[2]), 0.0)
         error = np.where(counts["twins"] > 0, error, np.nan)
-    ends = np.cumsum([OCTAVES] + [BELOW] * len(GROUPS))[:-1]
-    octaves, *below = np.split(of.spread, ends, axis=-1)
     return Statistics(
         size,
         of,
@@ -369,7 +330,6 @@ def unpack(size: int, of: Measurements) -> Statistics:
         smallest=-np.asarray(of.extremes[..., 1], np.float64),
         mean_square=sums[0] / np.maximum(finite_count, 1),
         error=error,
-        octaves=octaves,
-        below=dict(zip(GROUPS, below, strict=True)),
+        octaves=of.octaves,
         **counts,
     )

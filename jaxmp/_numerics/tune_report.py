@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, Places, policy_for, under_map
 from jaxmp._numerics.tune_search import PAYS, Choice, Options, Refused, search
 from jaxmp._numerics.tune_solve import Front
-from jaxmp._screen import OF_LAYER, Report, listed, merged, one_a_place, table, tail, wrapped
+from jaxmp._screen import OF_LAYER, Report, Section, merged, one_a_place, table, tail, wrapped
 from jaxmp.policy import Policy, PolicyMap
 
 
@@ -243,43 +243,42 @@ class Tuned(Report):
         """
         plot_tuned(self, self._scored, path)
 
-    def __str__(self) -> str:
-        """Returns the table: each module's policy, and the error of each candidate there."""
-        scored = self._scored
-        rows = self._rows()
+    def _sections(self, *, verbose: bool) -> Iterator[Section]:
+        scored, rows = self._scored, self._rows()
         cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
         off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
-        policy = listed("policy", [str(self.policy)])
-        if len(policy) > _LONGEST:
+        policy = str(self.policy)
+        if len(policy) > _LONGEST and not verbose:
             counts = Counter(str(one) for one in self.assignment.values()).most_common()
             several = ", ".join(f"{name} of {count} modules" for name, count in counts)
-            policy = listed("policy", [f"{several}: see .policy"])
-        lines = [
-            *policy,
-            f"cost          {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
-            f"low           {self.low_share:.1%} of the FLOPs of all products",
-            f"1 - cosine    {off}, budget {self.budget:g}",
-            f"loss          off by {self.verified.loss_error:.2g}",
-        ]
+            policy = f"{several}: see .policy"
         endless = one_a_place(
             (group.name, f"{name} in {group.name}")
             for i, name in enumerate(scored.names)
             for group in scored.groups
             if group.errors[i] == float("inf")
         )
-        lines += listed("not finite", [f"the gradients under {one}" for one in endless], 4)
-        if self._choice.cheapest is not None:
-            lines.append(f"refused       the cheapest: {self._said(self._choice.cheapest)}")
-        for refused in self._choice.refused:
-            lines += ["", *wrapped(self._pays_not(refused))]
-        if not self._choice.exact:
-            lines.append("thinned       too many assignments: a cheaper one may have been missed")
-        head = "what each policy would add to 1 - cosine, module by module:"
-        shown = [("module", "FLOPs", "policy", *scored.names[1:]), *rows[:_ROWS]]
-        lines += ["", head, table(shown)]
-        if len(rows) > _ROWS or len(rows) < len(scored.groups):
-            lines.append(f"{len(scored.groups)} in all: see .assignment")
-        return "\n".join(lines)
+        refused = self._choice.cheapest
+        yield {
+            "policy": policy,
+            "cost": f"{self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
+            "low": f"{self.low_share:.1%} of the FLOPs of all products",
+            "1 - cosine": f"{off}, budget {self.budget:g}",
+            "loss": f"off by {self.verified.loss_error:.2g}",
+            "not finite": [f"the gradients under {one}" for one in endless],
+            "refused": f"the cheapest: {self._said(refused)}" if refused is not None else (),
+            "thinned": () if self._choice.exact else _THINNED,
+        }
+        for step in self._choice.refused:
+            yield wrapped(self._pays_not(step))
+        most = len(rows) if verbose else _ROWS
+        shown = table([("module", "FLOPs", "policy", *scored.names[1:]), *rows[:most]])
+        more = len(rows) > most or len(rows) < len(scored.groups)
+        yield [
+            "what each policy would add to 1 - cosine, module by module:",
+            *shown,
+            *[f"{len(scored.groups)} in all: see .assignment"] * more,
+        ]
 
     def _said(self, options: Options) -> str:
         """Describes the error of an assignment."""
@@ -334,7 +333,8 @@ def check_ratio(ratio: Any) -> None:
 
 
 _ROWS, _NAME = 20, 44  # of the printed table: rows, and the length of a name
-_LONGEST = 6  # lines of a map
+_LONGEST = 600  # characters of a map: six lines
+_THINNED = "too many assignments: a cheaper one may have been missed"
 
 
 def _escaped(name: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxmp._numerics.plots import plot_runs
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
-from jaxmp._screen import Report, markdown, plain, table, wrapped
+from jaxmp._screen import Report, Section, markdown, plain, table, wrapped_each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -68,7 +69,7 @@ class ValidationReport(Report):
         Args:
           runs: whether to include every run, step by step.
         """
-        data: dict[str, Any] = plain(dataclasses.asdict(self))
+        data: dict[str, Any] = plain(self)
         if not runs:
             del data["reference_runs"], data["perturbed_runs"]
             for result in data["policies"]:
@@ -94,13 +95,13 @@ class ValidationReport(Report):
         """
         plot_runs(self, path)
 
-    def __str__(self) -> str:
+    def _sections(self, *, verbose: bool) -> Iterator[Section]:  # noqa: ARG002
         rows = self._rows()
-        lines = table(rows, right=range(1, len(rows[0]) - 1))
+        yield self._heading().splitlines()
+        yield table(rows, right=range(1, len(rows[0]) - 1))
+        yield wrapped_each(self._said())
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
-        below = [*self._said(), "", *where, *(f"({remark})" for remark in self.remarks)]
-        fit = [part for line in below for part in wrapped(line, hanging=2) or [""]]
-        return "\n".join([self._heading(), "", lines, "", *fit])
+        yield wrapped_each([*where, *(f"({remark})" for remark in self.remarks)])
 
     def _heading(self) -> str:
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from jaxmp._parity.layers import LayerValue
 
 Match = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
 
@@ -67,6 +70,15 @@ def _are_alike(this: str, other: str) -> bool:
     a, b = (name.replace(".", "/") for name in (this, other))
     below = [name.partition("/")[2] for name in (a, b)]
     return a.endswith(f"/{b}") or b.endswith(f"/{a}") or (below[0] == below[1] != "")
+
+
+def aligned(
+    these: Sequence[LayerValue], others: Sequence[LayerValue]
+) -> list[tuple[LayerValue, LayerValue]]:
+    """Aligns the values of two programs; returns the pairs of equal operations and shapes."""
+    a, b = ([(value.op, value.shape) for value in values] for values in (these, others))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    return [(these[i + k], others[j + k]) for i, j, size in blocks for k in range(size)]
 
 
 def listed(names: Sequence[str], most: int = 24) -> str:

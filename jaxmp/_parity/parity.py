@@ -12,9 +12,8 @@ from jax.typing import DTypeLike
 
 from jaxmp._autocast.regions import check_callable
 from jaxmp._numerics.arguments import check_positional
-from jaxmp._numerics.matching import aligned
 from jaxmp._parity.layers import INPUT, LayerValue
-from jaxmp._parity.match import LayerPair, Match, by_map, by_name, listed
+from jaxmp._parity.match import LayerPair, Match, aligned, by_map, by_name, listed
 from jaxmp._parity.report import Parity, ParityRow, row_of
 from jaxmp._parity.runs import OUTPUT, Program, Spread, program_of
 from jaxmp.dtypes import parse_dtype
@@ -89,8 +88,8 @@ class PreparedParity:
             return row.where
         programs = self.this, self.other
         values = self.this.layers[pair.this], self.other.layers[pair.other]
-        several: Any = [_operations(*both) for both in zip(programs, values, strict=True)]
-        pairs: Any = aligned(*several)
+        several = [_operations(*both) for both in zip(programs, values, strict=True)]
+        pairs = aligned(*several)
         these = self.this.run({a.name: None for a, _ in pairs}, arrays, self.dtype)
         others = self.other.run({b.name: None for _, b in pairs}, arrays, self.dtype)
         for a, b in pairs:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,14 @@ from scipy import special  # type: ignore[import-untyped]
 from jaxmp._parity.layers import LayerValue
 from jaxmp._parity.rounding import RUNS
 from jaxmp._parity.runs import OUTPUT, Spread, wide
-from jaxmp._screen import Report, counted, listed, table, tail
+from jaxmp._screen import Report, Section, counted, named, table, tail
 
 # The probability, under the model, that rounding alone drives a layer beyond its bound.
 _CHANCE = 1e-4
 # The number of independent elements is estimated from 8 numbers, and may be this times too large.
 _DOUBT = 4.0
 # Rows of the table that is printed.
-_ROOM = 24
+_ROOM = 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,35 +98,31 @@ class Parity(Report):
         """The first layer that differs by more than rounding; None if there is none."""
         return next((row for row in self.rows if not row.explained), None)
 
-    def __str__(self) -> str:
-        """Returns the verdict, the layers, and what was not compared."""
-        lines = listed("verdict", [self._verdict()])
-        start = 0
+    def _sections(self, *, verbose: bool) -> Iterator[Section]:
+        facts = {"verdict": self._verdict()}
+        start, room = 0, len(self.rows) if verbose else _ROOM
         if self.first is not None:
             row, i = self.first, self.rows.index(self.first)
             said = f"apart by {row.difference:.3g}; rounding explains {row.bound:.3g}, "
-            lines += listed("difference", [f"{said}{row.ratio:.3g} times less"])
-            lines += listed("made by", [self.located])
-            lines += listed("the same", [f"up to {self.rows[i - 1].layer}" if i else "nothing"])
-            start = max(0, min(i - _ROOM // 2, len(self.rows) - _ROOM))
-        vacuous = [row.layer for row in self.rows if row.vacuous]
-        if vacuous:
-            said = f"{counted(len(vacuous), 'bound')} from {vacuous[0]} on: as large as the values"
-            lines += listed("vacuous", [said])
-        nonfinite = sum(row.nonfinite for row in self.rows)
-        if nonfinite:
-            said = f"{counted(nonfinite, 'element')} in both alike, not compared"
-            lines += listed("not finite", [said])
-        shown = self.rows[start : start + _ROOM]
+            facts["difference"] = f"{said}{row.ratio:.3g} times less"
+            facts["made by"] = self.located
+            facts["the same"] = f"up to {self.rows[i - 1].layer}" if i else "nothing"
+            start = max(0, min(i - room // 2, len(self.rows) - room))
+        if vacuous := [row.layer for row in self.rows if row.vacuous]:
+            count = counted(len(vacuous), "bound")
+            facts["vacuous"] = f"{count} from {vacuous[0]} on: as large as the values"
+        if nonfinite := sum(row.nonfinite for row in self.rows):
+            facts["not finite"] = f"{counted(nonfinite, 'element')} in both alike, not compared"
+        yield facts
+        shown = self.rows[start : start + room]
         head = ("layer", "dtypes", "difference", "bound", "values", "")
-        cells = [head, *(self._cells(row) for row in shown)]
-        lines += table(cells, right=(2, 3, 4)).splitlines()
+        lines = table([head, *map(self._cells, shown)], right=(2, 3, 4))
         if len(shown) < len(self.rows):
             lines.append(f"and {len(self.rows) - len(shown)} more in .rows")
-        for heading, names in (("in f alone", self.only_f), ("in g alone", self.only_g)):
-            if names:
-                lines += listed(heading, [f"{len(names)}: {', '.join(names[:4])}"], 2)
-        return "\n".join(lines)
+        yield lines
+        alone = {"in f alone": self.only_f, "in g alone": self.only_g}
+        most = sys.maxsize if verbose else 4
+        yield {heading: named(names, most) for heading, names in alone.items() if names}
 
     def _verdict(self) -> str:
         if self.first is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from jaxmp import _screen
 from jaxmp._preflight.collectives_report import (
@@ -19,6 +20,8 @@ from jaxmp._preflight.hlo import HloProgram, Multiplied
 from jaxmp._preflight.size_search import Largest
 from jaxmp._speed import StepTime, Work, chip_named, step_time
 from jaxmp._speed.target import Target
+
+T = TypeVar("T")
 
 AS_WRITTEN = "as written"
 # The most lines of 8-bit products that are printed, and the most rows.
@@ -166,34 +169,28 @@ class PreflightReport(_screen.Report):
         """Returns the report as plain data, for JSON."""
         rows = []
         for result in self.policies:
-            row = dataclasses.asdict(result)
-            if (program := result.program) is not None:
-                products = [p._asdict() | {"place": p.place._asdict()} for p in program.products]
-                row["program"] = program._asdict() | {"products": products}
-                row["program"]["traffic"] = program.traffic._asdict()
-                row["program"]["collectives"] = collectives_as_data(row["program"].pop("moved"))
+            row = _screen.plain(result)
+            if result.program is not None:
+                del row["program"]["moved"]
+                row["program"]["collectives"] = collectives_as_data(result.program.moved)
             row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
-            time = self.step_time(result.policy)
-            row["step_time"] = time and time._asdict()
+            row["step_time"] = _screen.plain(self.step_time(result.policy))
             row["cost_of_1000_steps"] = self.cost(result.policy)
             rows.append(row | {"emulated": self.emulated(result.policy)})
         target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
         return {"target": target, "arguments": self.arguments, "policies": rows}
 
-    def __str__(self) -> str:
+    def _sections(self, *, verbose: bool) -> Iterator[_screen.Section]:
+        count = _screen.counted(self.target.device_count, "device")
+        size = _gib(self.target.hbm_bytes)
+        yield [f"{self.target.name}: {count} of {size}; sizes are of one device"]
         names = [result.policy for result in self.policies]
         cells = [["", *names], *([label, *cells] for label, cells in _rows(self))]
-        table = _screen.table(cells, right=range(1, 1 + len(names)))
-        rows = [[line] for line in table.splitlines()]
-        heading = (
-            f"{self.target.name}: {_screen.counted(self.target.device_count, 'device')} of "
-            f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
-        )
-        trust = ["", *_trust(self)]
-        lines = [heading, "", *_screen.fitted(rows, _ROWS, "row")]
-        remarks = [["", *remark] for remark in _remarks(self)]
-        lines += _screen.fitted(remarks, _screen.LINES - len(lines) - len(trust), "remark")
-        return "\n".join(map(_screen.cut, [*lines, *trust]))
+        rows = _screen.table(cells, right=range(1, 1 + len(names)))
+        yield _screen.fitted(rows, sys.maxsize if verbose else _ROWS, "row")
+        remarks = [[""] * (i > 0) + remark for i, remark in enumerate(_remarks(self))]
+        yield lambda room: _screen.fitted(remarks, room, "remark")
+        yield list(_trust(self))
 
 
 def _trust(report: PreflightReport) -> Iterator[str]:
@@ -219,11 +216,8 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     compiled = [result.program for result in results]
     programs = [program for program in compiled if program is not None]
 
-    def size(label: str, attribute: str) -> tuple[str, list[str]]:
-        return label, [_gib(getattr(r, attribute)) if r.program else "-" for r in results]
-
-    def row(label: str, cell: Callable[[HloProgram], str]) -> tuple[str, list[str]]:
-        return label, [cell(program) if program else "-" for program in compiled]
+    def size(label: str, of: Callable[[Preflight], int]) -> tuple[str, list[str]]:
+        return _row(label, [of(result) if result.program else None for result in results], _gib)
 
     def each(
         of: Callable[[HloProgram], dict[str, Any]], absent: str = "0"
@@ -233,35 +227,35 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         for label in dict.fromkeys(label for one in found for label in one or ()):
             yield label, ["-" if one is None else str(one.get(label, absent)) for one in found]
 
-    yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
-    yield size("  arguments", "argument_bytes")
+    yield _row("peak memory", [r.peak_bytes or None for r in results], _gib)
+    yield size("  arguments", lambda r: r.argument_bytes)
     yield from _of_arguments(report)
-    results_only = [r.output_bytes - r.aliased_bytes for r in results]
-    if any(100 * size > r.peak_bytes for size, r in zip(results_only, results, strict=True)):
-        cells = map(_gib, results_only)
-        yield "  results", [c if r.program else "-" for c, r in zip(cells, results, strict=True)]
-    yield size("  temporaries", "temporary_bytes")
-    yield size("  code", "code_bytes")
+    if any(100 * (r.output_bytes - r.aliased_bytes) > r.peak_bytes for r in results):
+        yield size("  results", lambda r: r.output_bytes - r.aliased_bytes)
+    yield size("  temporaries", lambda r: r.temporary_bytes)
+    yield size("  code", lambda r: r.code_bytes)
     yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
     for name in results[0].largest:
         yield f"largest {name}", [str(r.largest[name]) for r in results]
     if any(r.bytes_accessed for r in results):
-        traffic = [r.bytes_accessed for r in results]
-        yield "traffic", [_gb(size) if size else "-" for size in traffic]
+        yield _row("traffic", [r.bytes_accessed or None for r in results], _gb)
     if any(p.cycles or p.unknown_cycles for p in programs):
-        yield row("estimated cycles", _cycles)
+        yield _row("estimated cycles", compiled, _cycles)
     times = [report.step_time(r.policy) for r in results]
     if any(times):
-        yield "estimated step time", [_seconds(time.seconds) if time else "-" for time in times]
+        yield _row("estimated step time", [time and time.seconds for time in times], _seconds)
     costs = [report.cost(r.policy) for r in results]
     if any(cost is not None for cost in costs):
-        label = f"1,000 steps at {report.price_per_hour:g} per chip-hour"
-        yield label, ["-" if cost is None else _price(cost) for cost in costs]
+        yield _row(f"1,000 steps at {report.price_per_hour:g} per chip-hour", costs, _price)
     yield from each(lambda p: {f"products {dtype}": n for dtype, n in p.contractions.items()})
     if any(p.products_in_8_bits for p in programs):
-        yield row("products in 8 bits", share_of_8_bits)
+        yield _row("products in 8 bits", compiled, share_of_8_bits)
     yield from each(lambda p: {c: n for c, n in p.library_calls.items() if _is_library(c)})
     yield from each(lambda p: rows_of_collectives(p.moved), "-")
+
+
+def _row(label: str, values: Sequence[T | None], said: Callable[[T], str]) -> tuple[str, list[str]]:
+    return label, ["-" if value is None else said(value) for value in values]
 
 
 def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
@@ -277,12 +271,12 @@ def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         for dtype, size in sizes.items():
             if 100 * size >= total:
                 shown += size
-                cells = [_gib(size) if result.program else "-" for result in report.policies]
-                yield f"    {purpose} {dtype}", cells
+                cells = [size if result.program else None for result in report.policies]
+                yield _row(f"    {purpose} {dtype}", cells, _gib)
     results = report.policies
     rest = [max(r.argument_bytes - shown, 0) if r.program else None for r in results]
     if any(r and 100 * r >= result.argument_bytes for r, result in zip(rest, results, strict=True)):
-        yield "    others, padding", ["-" if size is None else _gib(size) for size in rest]
+        yield _row("    others, padding", rest, _gib)
 
 
 def _cycles(program: HloProgram) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any, Final
 
-from jaxmp._screen import Report, table
+from jaxmp._screen import Report, Section, table, wrapped_each
 from jaxmp._speed.chip import Chip, chip_named
 from jaxmp._speed.choice import WORTH, fastest_recipe, pays, warning
 from jaxmp._speed.target import parse_target
@@ -68,25 +69,23 @@ class PaysTable(Report):
         auto = {"recipe": str(recipe) if recipe else None, "reason": reason}
         return {"chip": self.chip.name, "auto": auto, "layers": rows}
 
-    def __str__(self) -> str:
+    def _sections(self, *, verbose: bool) -> Iterator[Section]:  # noqa: ARG002
+        yield (
+            f"{self.chip.name}: from how many tokens on a layer's three products, forward and "
+            f"backward and quantizing\nincluded, are estimated to take at most "
+            f"{WORTH[self.chip.platform]} of {self.chip.sixteen_bits}'s time. In parentheses: of "
+            f"{USUAL} tokens.\n- is never, up to {TOKENS[-1]}."
+        ).splitlines()
         heads = ["in x out", *map(str, RECIPES)]
         rows = [
             [f"{n_in} x {n_out}", *(str(cells[recipe]) for recipe in RECIPES)]
             for (n_in, n_out), cells in self.cells.items()
         ]
+        yield table([heads, *rows], right=range(1, len(heads)))
         recipe, reason = fastest_recipe(self.chip)
-        least = WORTH[self.chip.platform]
-        heading = (
-            f"{self.chip.name}: from how many tokens on a layer's three products, forward and "
-            f"backward and quantizing\nincluded, are estimated to take at most {least} of "
-            f"{self.chip.sixteen_bits}'s time. In parentheses: of {USUAL} tokens.\n"
-            f"- is never, up to {TOKENS[-1]}."
-        )
         auto = f'matmul="auto": {recipe or "none"}: {reason}.'
-        warnings = [said for recipe in RECIPES if (said := warning(recipe, self.chip))]
-        cells = table([heads, *rows], right=range(1, len(heads)))
-        lines = [heading, "", cells, "", auto, *warnings, "", _TRUST]
-        return "\n".join(lines)
+        yield wrapped_each([auto, *filter(None, (warning(each, self.chip) for each in RECIPES))])
+        yield _TRUST.splitlines()
 
 
 _TRUST = (

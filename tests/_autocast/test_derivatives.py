@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -274,6 +273,7 @@ CLOSING = {
     ),
     "scan": in_scan,
 }
+AS_WRITTEN = "runs as written, in float32"
 REFUSED_BY_JAX = {
     ("backward", "vmapped"),
     ("both", "vmapped"),
@@ -284,7 +284,7 @@ REFUSED_BY_JAX = {
 
 @pytest.mark.parametrize("place", CLOSING)
 @pytest.mark.parametrize("which", ["forward", "backward", "jvp", "both"])
-def test_a_rule_that_closes_over_a_value_works_where_jax_runs_it(which: str, place: str) -> None:
+def test_a_program_whose_rule_closes_over_a_value_runs_as_written(which: str, place: str) -> None:
     if (which, place) in REFUSED_BY_JAX:
         pytest.skip("JAX refuses it without autocast too")
 
@@ -293,16 +293,10 @@ def test_a_rule_that_closes_over_a_value_works_where_jax_runs_it(which: str, pla
 
     run = jax.value_and_grad(autocast(fn, BF16))
     want = jax.jit(jax.value_and_grad(fn))(X, S)
-    assert relative_error(jax.jit(run)(X, S), want) < 0.03
+    with pytest.warns(UserWarning, match=AS_WRITTEN):
+        assert relative_error(jax.jit(run)(X, S), want) < 1e-5
     if which == "both":
-        assert relative_error(run(X, S), want) < 0.03
-
-
-def test_such_a_rule_under_remat_around_the_autocast() -> None:
-    """Nobody can try again there: the program is differentiated long after it ran."""
-    fn = autocast(lambda x, s: CLOSING["top"](x, s, "both"), BF16)
-    want = jax.grad(lambda x, s: CLOSING["top"](x, s, "both"))(X, S)
-    assert relative_error(jax.jit(jax.grad(jax.checkpoint(fn)))(X, S), want) < 0.03
+        assert relative_error(run(X, S), want) < 1e-5  # warned of once
 
 
 def closing_in(place: str) -> Any:
@@ -321,9 +315,6 @@ def closing_in(place: str) -> Any:
         f.defvjp(lambda x: (f(x), x), lambda x, g: (g * scale * x,))
         if place == "jit":
             x = jax.jit(lambda w, x: f(x @ w))(w, x)
-        elif place == "nn.jit":
-            layer = nn.jit(ClosingLayer)(f)
-            x = layer.apply({"params": {"w": w}}, x)
         else:
             x = lax.scan(lambda x, _: (f(x @ w), None), x, None, length=2)[0]
         return jnp.sum(jnp.tanh(x @ w) @ w)
@@ -331,27 +322,10 @@ def closing_in(place: str) -> Any:
     return fn
 
 
-class ClosingLayer(nn.Module):
-    fn: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return self.fn(x @ self.param("w", nn.initializers.ones, (16, 16)))
-
-
-@pytest.mark.parametrize("place", ["jit", "nn.jit"])
-def test_such_a_rule_inside_a_jit_is_low_forward_and_backward(place: str) -> None:
-    """It was all float32, without a word."""
-    fn = closing_in(place)
-    w, x = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
-    cast = autocast(fn, BF16)
-    assert relative_error(jax.grad(cast)(w, x), jax.grad(fn)(w, x)) < 0.03
-    assert set(contraction_dtypes(jax.grad(cast), w, x)) == {"bfloat16"}
-
-
-def test_a_program_that_runs_as_written_says_so() -> None:
+@pytest.mark.parametrize("place", ["jit", "scan"])
+def test_a_program_that_runs_as_written_says_so(place: str) -> None:
     """As audit does, rather than to advise autocast."""
-    fn = closing_in("scan")
+    fn = closing_in(place)
     w, x = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
     cast = autocast(fn, BF16)
     said = (
@@ -363,18 +337,6 @@ def test_a_program_that_runs_as_written_says_so() -> None:
     findings = jaxmp.audit(jax.grad(cast))(w, x).findings  # warned of once
     assert {f.kind for f in findings} == {"intended-float32"}
     assert all(str(Kind.CLOSES_OVER.of()) in f.what for f in findings)
-
-
-def test_an_error_in_the_differentiated_program_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr("jaxmp._autocast.derivatives.compat.split", broken)
-    fn = autocast(lambda x, s: CLOSING["top"](x, s, "both"), BF16)
-    with pytest.raises(RuntimeError, match="a bug"):
-        jax.grad(fn)(X, S)
 
 
 def test_such_a_rule_and_values_that_autocast_closes_over() -> None:
@@ -395,8 +357,9 @@ def test_forward_mode_of_a_jvp_rule_that_closes_over_a_value() -> None:
         return CLOSING["top"](x, s, "jvp")
 
     cast = autocast(fn, BF16)
-    got, want = (jax.jvp(lambda x: f(x, S), (X,), (X,)) for f in (cast, fn))  # noqa: B023
-    assert relative_error(got, want) < 0.03
+    with pytest.warns(UserWarning, match=AS_WRITTEN):
+        got, want = (jax.jvp(lambda x: f(x, S), (X,), (X,)) for f in (cast, fn))  # noqa: B023
+    assert relative_error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("which", ["backward", "jvp"])
@@ -418,16 +381,17 @@ def test_such_a_rule_in_an_autocast_inside_an_autocast() -> None:
 
     nested = autocast(lambda x, s: autocast(fn, BF16)(x, s) * 2, "mixed_float16")
     want = 2 * jax.grad(fn)(X, S)
-    assert relative_error(jax.jit(jax.grad(nested))(X, S), want) < 0.03
+    with pytest.warns(UserWarning, match=AS_WRITTEN):
+        assert relative_error(jax.jit(jax.grad(nested))(X, S), want) < 1e-5
 
 
-def test_explain_says_which_rule_closes_over_a_value() -> None:
+def test_explain_says_that_a_rule_closes_over_a_value() -> None:
     def fn(x, s):
         return CLOSING["top"](x, s, "backward") + jnp.sum(jax.nn.relu(x))
 
-    rows = [r for r in explain(fn, BF16)(X, S).rows if "closes over" in r.reason]
-    assert len(rows) == 1
-    assert rows[0].source.startswith("test_derivatives.py:")
+    found = explain(fn, BF16)(X, S)
+    assert {row.reason for row in found.rows} == {str(Kind.CLOSES_OVER.of())}
+    assert found.products() == {"float32": 1}
 
 
 def batched_jit(offset: Any) -> Any:
@@ -525,22 +489,3 @@ def test_jet_of_an_autocast_function(name: str) -> None:
     for got in found:
         assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
         assert relative_error(got, want) < 0.03
-
-
-def test_a_rule_that_closes_over_a_weight_multiplies_by_it_as_a_layer() -> None:
-    """A parameter is one to the derivative rules of the whole program too, however few its rows."""
-
-    def loss(narrow: jax.Array, x: jax.Array, taps: jax.Array) -> jax.Array:
-        @jax.custom_vjp
-        def layer(h: jax.Array) -> jax.Array:
-            return jnp.tanh(h @ taps)
-
-        def backward(h: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-            return ((g * (1 - jnp.tanh(h @ taps) ** 2)) @ taps.T,)
-
-        layer.defvjp(lambda h: (layer(h), h), backward)
-        return jnp.sum(layer(jnp.tanh(x @ narrow)) ** 2)
-
-    args = jnp.ones((16, 4)), jnp.ones((8, 16)), jnp.ones((4, 32))
-    cast = jaxmp.autocast(loss, BF16, argnums=(0, 2))
-    assert dict(contraction_dtypes(jax.grad(cast), *args)) == {"bfloat16": 5}

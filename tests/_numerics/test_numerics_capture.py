@@ -107,40 +107,6 @@ def test_what_rounding_cost() -> None:
     assert measured(clipped, wide).saturated == 1
 
 
-def test_what_a_format_would_make_of_them() -> None:
-    """Against rounding: normal numbers over four octaves, so that scales matter."""
-    scale = 2.0 ** jax.random.randint(KEYS[3], (16, 1), -2, 3)
-    x = np.float64(jax.random.normal(KEYS[2], (16, 128)) * scale)
-    found = measured(jnp.float32(x))
-    for form in numerics.formats:
-        got, want = numerics.score(found, form), rounded(x, form)
-        error = np.sqrt(np.mean((want - x) ** 2) / np.mean(x**2))
-        assert got.error == pytest.approx(error, rel=0.35), form.name
-        assert got.lost == pytest.approx(np.mean((want == 0) & (x != 0)), abs=0.05), form.name
-        assert got.beyond == 0, form.name
-
-
-def rounded(x: Any, form: numerics.ScaledFormat) -> Any:
-    """An array in a format, by NumPy alone."""
-    width = {"": 0, "tensor": 0, "row": 128}.get(form.scaled)
-    if width is None:
-        width = int(form.scaled.rpartition(" ")[2])
-    groups = x.reshape(-1, width) if width else x.reshape(1, -1)
-    unit = np.abs(groups).max(1, keepdims=True) / form.format.largest if form.scaled else 1.0
-    y = groups / unit
-    exponent = np.floor(np.log2(np.maximum(np.abs(y), 1e-300)))
-    spacing = np.maximum(form.format.step, 2.0 ** (exponent - form.format.fraction_bits))
-    spacing = np.full_like(y, form.format.step) if form.format.integer else spacing
-    return (np.round(y / spacing) * spacing * unit).reshape(x.shape)
-
-
-def test_beyond_a_range() -> None:
-    [float16] = [form for form in numerics.formats if form.name == "float16"]
-    for values, beyond in (([1e5, 1, 1, 1], 0.25), ([65520.0, 1], 0.5), ([65519.0, 1], 0)):
-        assert numerics.score(measured(jnp.array(values, jnp.float32)), float16).beyond == beyond
-    assert numerics.score(measured(jnp.array([1e-9, 1.0])), float16).lost == 0.5
-
-
 # Programs.
 
 # Every kind of equation with others inside, and whatever comes third, but for one whose loss is
@@ -254,8 +220,8 @@ def test_what_is_returned_is_measured_as_what_is_too_large_to_return() -> None:
     small, large = (
         prepare(fn, "mixed_float16", (x,), grad=False, limit=limit) for limit in (2**30, 2**15)
     )
-    assert not any(name.endswith("spread") for name in small.step().out_info[1])
-    assert any(name.endswith("spread") for name in large.step().out_info[1])
+    assert not any(name.endswith("octaves") for name in small.step().out_info[1])
+    assert any(name.endswith("octaves") for name in large.step().out_info[1])
     runs = [
         {name: dataclasses.asdict(m.statistics) for name, m in prepared.run().sites.items()}
         for prepared in (small, large)
@@ -293,8 +259,6 @@ def test_what_is_said_and_refused() -> None:
             tool(loss)(W, jax.ShapeDtypeStruct(X.shape, X.dtype))
         with pytest.raises(TypeError, match=f"{name}: argnums must be an integer"):
             tool(loss, argnums="w")(W, X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="score: of must be a site's statistics"):
-        numerics.score(loss, numerics.formats[0])  # type: ignore[arg-type]
 
 
 def test_arguments_by_keyword() -> None:

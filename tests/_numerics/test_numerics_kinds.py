@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -84,15 +82,10 @@ def test_a_look_makes_nothing_larger_than_what_it_looks_at(shape: tuple[int, ...
     made = [var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars]
     assert max(made) <= max(x.size + 128 * 16, 16 * 128)
     seen = look(x[None])
-    [sample], [rows_of_sample] = np.asarray(seen.sample), np.asarray(seen.rows)
+    [sample] = np.asarray(seen.sample)
     kept = np.concatenate([row[:n] for row, n in zip(sample, seen.lengths, strict=True)])
     assert len(set(kept.tolist())) == len(kept)  # none twice
     assert len(kept) >= min(x.size, 1000)
-    rows = np.asarray(x).reshape(-1, shape[-1] if shape[-1] >= 16 else max(x.size, 1))
-    pairs = zip(sample, rows_of_sample, seen.lengths, strict=True)
-    for piece, largest in [(piece, largest) for piece, largest, n in pairs if n]:
-        [row] = [row for row in rows if row[0] <= piece[0] <= row[-1]]
-        assert largest == row[-1]
 
 
 def solved(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -202,26 +195,6 @@ def test_a_run_knows_its_policy() -> None:
     assert prepare(fn, None, (X,)).policy == "as written, in bfloat16, float32"
 
 
-# What is kept of it.
-
-
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
-    def fn(x: jax.Array) -> jax.Array:
-        return lax.scan(lambda h, row: (h + jnp.sum(row), h), 0.0, x)[1]
-
-    run = numerics.capture(fn, None, grad=False)(X)
-    numerics.save(run, tmp_path / "run")
-    loaded = numerics.load(tmp_path / "run")
-    assert loaded.program == run.program
-    assert any(one.site.loops for one in loaded.sites.values())
-    assert run.program.carries
-    comparison = loaded.compare(run)
-    assert any(pair.scale for pair in comparison.pairs if pair.this.site.loops)
-    assert comparison.first is None
-    none = dataclasses.replace(run, sites={})
-    assert "no site in common" in str(run.compare(none))
-
-
 # What people train: NNX steps with their optimizer, on eight devices, in float64.
 
 BATCH = jax.random.normal(jax.random.key(0), (8, 16))
@@ -267,10 +240,9 @@ def test_a_batch_on_eight_devices_is_diagnosed_as_on_one() -> None:
     one, eight = (jaxmp.diagnose(square_loss, "mixed_float16")(jnp.eye(16), x) for x in (x, split))
     assert [str(fault) for fault in eight.faults] == [str(fault) for fault in one.faults]
     assert one.first is not None
-    assert eight.compare(one).first is None
 
 
-def test_float64_is_captured_diagnosed_and_compared() -> None:
+def test_float64_is_captured_and_diagnosed() -> None:
     with jax.enable_x64(True):
         w, x = jnp.eye(16, dtype=jnp.float64), jnp.asarray(BATCH, jnp.float64)
         report = jaxmp.diagnose(square_loss, "p=f64,c=f32,o=f64")(w, x)
@@ -281,7 +253,6 @@ def test_float64_is_captured_diagnosed_and_compared() -> None:
     assert report.first is None
     assert {m.site.dtype for m in exact.sites.values()} == {"float64"}
     assert "float32" in {m.site.dtype for m in report.run.sites.values()}
-    assert report.compare(exact).first is None
     assert not far.origins()  # beyond float32's range, and no overflow
 
 

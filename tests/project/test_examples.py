@@ -351,29 +351,25 @@ PAGE = ROOT / "docs" / "diagnose.md"
 
 
 @pytest.mark.slow
-def test_the_overflow_is_found_compared_and_mended(tmp_path):
+def test_the_overflow_is_found_and_mended(tmp_path):
     result = run_example("diagnose_overflow.py", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     unwrapped = re.sub(r"\n {16}", " ", result.stdout)
-    half, beside, fixed = re.split(r"^float16.*\n-+\n", unwrapped, flags=re.MULTILINE)[1:]
+    half, fixed = re.split(r"^float16.*\n-+\n", unwrapped, flags=re.MULTILINE)[1:]
     where = r"integer_pow \(float16, forward\) in Sounds/power at diagnose_overflow\.py:\d+"
     overflow = r"overflow: \S+ in float32, beyond 65504, in \S+ of its values"
     assert re.search(rf"^not finite +{where}: {overflow}$", half, re.MULTILINE)
     assert re.search(rf"^would leave +{where}$", half, re.MULTILINE)
-    first = re.search(r"^first +(.*)$", beside, re.MULTILINE)[1]
-    assert first.startswith("integer_pow (float16, bfloat16, forward) in Sounds/power at ")
-    assert first.endswith("not finite here")
     assert re.search(r"^not finite +nothing: every result is finite$", fixed, re.MULTILINE)
     assert re.search(r"became 0: convert_element_type \(float16, backward\) in Sounds/", fixed)
     for name in ("exponents.png", "underflow.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG_SIGNATURE)
-    assert "Sounds/power" in (tmp_path / "comparison.md").read_text()
     if jax.__version__.startswith("0.12."):  # other versions have other operations
-        words = ("first", "loss scale", "measured", "not finite", "sites", "would leave")
+        words = ("loss scale", "measured", "not finite", "would leave")
         same_anywhere = tuple(f"{word} " for word in words)
         shown = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
         kept = [line for line in "\n".join(shown).splitlines() if line.startswith(same_anywhere)]
-        assert len(kept) == 8
+        assert len(kept) == 6
         assert set(kept) <= set(result.stdout.splitlines())
 
 
