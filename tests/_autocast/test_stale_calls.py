@@ -248,7 +248,9 @@ def test_eager_calls_keep_nothing() -> None:
         gc.collect()
         return len(gc.get_objects())
 
-    before = held_after(200)  # what is bounded is full then: the cache of whole programs, and those of JAX
+    before = held_after(
+        200
+    )  # what is bounded is full then: the cache of whole programs, and those of JAX
     assert held_after(40) - before < 400
 
 
