@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from contraction_floor import rounded_contractions, rounded_everywhere
 from jax import lax
+from numpy_reference import reference
 
 import jaxmp
 
@@ -216,7 +217,7 @@ def _valued(name: str, loss: Callable[..., Any], scale: float) -> Callable[..., 
 @functools.cache
 def oracle(name: str) -> list[Any]:
     """Losses and gradients in float64, one pair for each draw."""
-    fn = jax.jit(_valued(name, functools.partial(PROGRAMS[name].loss, Plain()), 1.0))
+    fn = reference(_valued(name, functools.partial(PROGRAMS[name].loss, Plain()), 1.0))
     with jax.enable_x64(True):
         return [_numbers(fn(*jax.tree.map(_widened, args))) for args in inputs(name)]
 
@@ -235,8 +236,8 @@ VARIANTS = ("autocast", "hand", "floor", "float32")
 
 
 @functools.cache
-def error(name: str, variant: str, dtype: str) -> Error:
-    """The error of one variant of a program."""
+def error(name: str, variant: str, dtype: str, by: str = "numpy") -> Error:
+    """The error of one variant of a program, computed in NumPy, or by "xla"."""
     loss = PROGRAMS[name].loss
     plain = functools.partial(loss, Plain())
     scale = PROGRAMS[name].scale if dtype == "float16" else 1.0
@@ -251,7 +252,7 @@ def error(name: str, variant: str, dtype: str) -> Error:
         fn = rounded_everywhere(_valued(name, plain, scale), dtype)
     else:
         fn = _valued(name, plain, 1.0)
-    fn = jax.jit(fn, compiler_options=EXACT)
+    fn = jax.jit(fn, compiler_options=EXACT) if by == "xla" else reference(fn)
     got = [_numbers(fn(*args)) for args in inputs(name)]
     values, gradients = zip(
         *(
@@ -295,22 +296,28 @@ MEANINGLESS = 0.3
 FACTOR = 3.0
 
 
-def complaints(name: str, dtype: str, variant: str = "autocast") -> str:
+def complaints(name: str, dtype: str, variant: str = "autocast", by: str = "numpy") -> str:
     """What is worse than it may be in a version of a program, with all figures, or ''."""
-    mine = error(name, variant, dtype)
-    worse = [k for k in range(2) if not _is_fine(mine[k], name, dtype, k)]
+
+    def figures(variant: str) -> Error:
+        return error(name, variant, dtype, by)
+
+    mine = figures(variant)
+    worse = [k for k in range(2) if not _is_fine(mine[k], name, figures, k)]
     if not worse:
         return ""
-    figures = ", ".join(f"{v} {error(name, v, dtype)}" for v in VARIANTS)
-    return f"{name} in {dtype}: {' and '.join(Error._fields[k] for k in worse)} too far: {figures}"
+    too_far = " and ".join(Error._fields[k] for k in worse)
+    return (
+        f"{name} in {dtype}: {too_far} too far: {', '.join(f'{v} {figures(v)}' for v in VARIANTS)}"
+    )
 
 
-def _is_fine(mine: float, name: str, dtype: str, k: int) -> bool:
-    """The criterion for loss (0) or gradient (1); variants it does not need are not compiled."""
+def _is_fine(mine: float, name: str, figures: Callable[[str], Error], k: int) -> bool:
+    """The criterion for loss (0) or gradient (1); variants it does not need are not computed."""
     if mine < NEGLIGIBLE[k]:
         return True
-    by_hand = error(name, "hand", dtype)[k]
+    by_hand = figures("hand")[k]
     meaningful = by_hand <= MEANINGLESS  # or not finite, perhaps: then the floor alone decides
     if meaningful and (PROGRAMS[name].geometry or mine <= FACTOR * by_hand):
         return mine <= FACTOR * by_hand
-    return mine <= FACTOR * error(name, "floor", dtype)[k]
+    return mine <= FACTOR * figures("floor")[k]

@@ -2,8 +2,8 @@
 
 A `Program` is drawn choice by choice (from hypothesis or from a seed) and is plain data;
 `Program.function()` is the JAX function it describes, with real `scan`, `cond`, `jit`,
-`checkpoint`, `custom_jvp`, ... inside. `evaluate` runs the jaxpr of such a function equation by
-equation, and can multiply every result by `1 ± unit` at random, cotangents included. The spread of
+`checkpoint`, `custom_jvp`, ... inside. `numpy_reference.run` computes such a function; a `Rounding`
+multiplies every result by `1 ± unit` at random, cotangents included. The spread of
 the results over a few such runs is the error that rounding every value once makes *in this
 program*: it carries the program's own condition numbers, so a tolerance made of it needs no
 constant per operation, and is as tight for a well-conditioned program as it is forgiving for an
@@ -601,7 +601,7 @@ class _Interpreter:
         return lax.dynamic_update_slice_in_dim(y, 0.5 * row, (self.row + 1) % ROWS, 0)
 
 
-# --- evaluation, equation by equation --------------------------------------------------------
+# --- rounding at random ---------------------------------------------------------
 
 # Results of these are copies, selections or integers: they carry no rounding of their own.
 _EXACT = frozenset(
@@ -636,79 +636,19 @@ class Rounding:
 
     def constant(self, x: Value) -> Value:
         """A literal or a captured table is rounded unless it is short enough to survive."""
-        return (
-            x
-            if x.dtype != np.float32 or (np.asarray(x).astype(jnp.bfloat16) == x).all()
-            else self(x)
-        )
+        return x if x.dtype != np.float32 or (x.astype(jnp.bfloat16) == x).all() else self(x)
 
+    def results(self, eqn: Any, outs: list[Value]) -> list[Value]:
+        """Rounds what an equation computes, but not what it moves."""
+        name = eqn.primitive.name
+        if name == "convert_element_type" and outs[0].dtype == jnp.bfloat16:
+            # The author's own rounding jumps by a whole spacing wherever a value is near a tie.
+            eps = float(jnp.finfo(jnp.bfloat16).eps)
+            return [self(outs[0].astype(np.float32), eps / 2).astype(jnp.bfloat16)]
+        return outs if name in _EXACT else [self(out) for out in outs]
 
-def evaluate(jaxpr: Any, args: Sequence[Value], rounding: Rounding | None = None) -> list[Value]:
-    """The results of a closed jaxpr at `args`: inner jaxprs inlined, loops run in Python."""
-    open_jaxpr, consts = compat.closed(jaxpr)
-    constant = rounding.constant if rounding else _identity
-    env = dict(zip(open_jaxpr.constvars, map(constant, consts), strict=True))
-    env.update(zip(open_jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Value:
-        return (
-            constant(np.asarray(atom.val, atom.aval.dtype)) if hasattr(atom, "val") else env[atom]
-        )
-
-    for eqn in open_jaxpr.eqns:
-        outs = _equation(eqn, [read(v) for v in eqn.invars], rounding)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in open_jaxpr.outvars]
-
-
-def _identity(x: Value) -> Value:
-    return x
-
-
-def _equation(eqn: Any, operands: list[Value], rounding: Rounding | None) -> list[Value]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in compat.CALLS:
-        return evaluate(compat.call_jaxpr(eqn), operands, rounding)
-    if name == "cond":
-        branch = params["branches"][int(operands[0])]
-        outs = evaluate(branch, operands[1:], rounding)
-        if rounding is None:
-            return outs
-        # What a branch hands on unchanged is rounded where a contraction wants the result.
-        jaxpr = compat.closed(branch).jaxpr
+    def branch(self, jaxpr: Any, outs: list[Value]) -> list[Value]:
+        """What a branch hands on unchanged is rounded where a contraction wants the result."""
+        jaxpr = compat.closed(jaxpr).jaxpr
         handed_on = [not hasattr(v, "val") and v in jaxpr.invars for v in jaxpr.outvars]
-        return [rounding(o) if same else o for o, same in zip(outs, handed_on, strict=True)]
-    if name == "while":
-        return _while(params, operands, rounding)
-    if name == "scan":
-        return _scan(eqn, operands, rounding)
-    outs = eqn.primitive.bind(*operands, **params)
-    outs = list(outs) if eqn.primitive.multiple_results else [outs]
-    if rounding is None:
-        return outs
-    if name == "convert_element_type" and outs[0].dtype == jnp.bfloat16:
-        # The author's own rounding jumps by a whole spacing wherever a value is near a tie.
-        rounded = rounding(outs[0].astype(jnp.float32), float(jnp.finfo(jnp.bfloat16).eps) / 2)
-        return [jnp.asarray(rounded, jnp.bfloat16)]
-    return outs if name in _EXACT else [rounding(out) for out in outs]
-
-
-def _while(params: dict[str, Any], operands: list[Value], rounding: Rounding | None) -> list[Value]:
-    split, body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, consts = operands[:split], operands[split : split + body]
-    carry = operands[split + body :]
-    while bool(evaluate(params["cond_jaxpr"], [*cond_consts, *carry])[0]):
-        carry = evaluate(params["body_jaxpr"], [*consts, *carry], rounding)
-    return carry
-
-
-def _scan(eqn: Any, operands: list[Value], rounding: Rounding | None) -> list[Value]:
-    const_count, carry_count = compat.scan_split(eqn)
-    consts, rest = operands[:const_count], operands[const_count:]
-    carry, xs = rest[:carry_count], [np.asarray(x) for x in rest[carry_count:]]
-    length = eqn.params["length"]
-    rows: list[Any] = [None] * length
-    for i in range(length)[:: -1 if eqn.params["reverse"] else 1]:
-        outs = evaluate(eqn.params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], rounding)
-        carry, rows[i] = outs[:carry_count], [np.asarray(y) for y in outs[carry_count:]]
-    return [*carry, *map(np.stack, zip(*rows, strict=True))]
+        return [self(o) if same else o for o, same in zip(outs, handed_on, strict=True)]

@@ -1,6 +1,6 @@
 """Random programs under `autocast`: as exact as rounding allows, same dtypes, nothing infinite.
 
-The criterion. `evaluate` runs the float32 program with every result multiplied by `1 ± u` at random
+The criterion. `run` computes the float32 program with every result multiplied by `1 ± u` at random
 (u = eps/2, the unit roundoff of the 16-bit type), `DRAWS` times; the root mean square of what that
 does to a result or a gradient, in the 2-norm, is its `spread`. That is the error of an
 implementation that rounds *every* value once, each by as much as rounding can. `autocast` rounds
@@ -29,7 +29,8 @@ import numpy as np
 import pytest
 from contraction_floor import rounded_contractions
 from hypothesis import strategies as st
-from random_programs import Program, Rounding, evaluate
+from numpy_reference import run
+from random_programs import Program, Rounding
 
 import jaxmp
 
@@ -68,7 +69,7 @@ def spreads(program: Program, jaxpr: object, want: list[np.ndarray], dtype: obje
     unit, tiny = float(info.eps) / 2, float(info.smallest_subnormal) / 2
     squares = np.zeros(len(want))
     for seed in range(DRAWS):
-        moved = evaluate(jaxpr, program.arguments(), Rounding(seed, unit, tiny))
+        moved = run(jaxpr, program.arguments(), Rounding(seed, unit, tiny))
         errors = [np.asarray(m, np.float64) - w for m, w in zip(moved, want, strict=True)]
         squares += [np.sum(e**2) for e in errors]
     return np.sqrt(squares / DRAWS)
@@ -89,7 +90,7 @@ def ratios(program: Program, policy: str) -> list[float]:
     cast = jax.make_jaxpr(program.value_and_grad(jaxmp.autocast(fn, policy, PARAMETERS)))(*args)
     shapes = [[(v.shape, v.dtype) for v in jaxpr.out_avals] for jaxpr in (plain, cast)]
     assert shapes[0] == shapes[1]
-    want, got = ([np.asarray(x, np.float64) for x in evaluate(j, args)] for j in (plain, cast))
+    want, got = ([np.asarray(x, np.float64) for x in run(j, args)] for j in (plain, cast))
     assert all(np.isfinite(w).all() for w in want), "the program itself is not finite"
     assert all(np.isfinite(g).all() for g in got)
     # The kernels of ten thousand programs do not fit into memory.
@@ -126,8 +127,8 @@ def test_errors_are_those_of_rounding(policy: str, program: Program) -> None:
 def test_what_no_product_touches_is_bitwise_float32(policy: str, program: Program) -> None:
     """The law: beside no 16-bit value nothing is narrowed but the operands of contractions."""
     fn, args = program.every_value, program.arguments()
-    want = evaluate(jax.make_jaxpr(fn)(*args), args)
-    got = evaluate(jax.make_jaxpr(jaxmp.autocast(fn, policy, PARAMETERS))(*args), args)
+    want = run(jax.make_jaxpr(fn)(*args), args)
+    got = run(jax.make_jaxpr(jaxmp.autocast(fn, policy, PARAMETERS))(*args), args)
     for a, b, untouched in zip(want, got, program.untouched(), strict=True):
         if untouched:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -162,7 +163,7 @@ def test_compiled_programs(seed: int) -> None:
     for a, b in zip(compiled, identity, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     jaxpr = jax.make_jaxpr(program.value_and_grad(fn))(*args)
-    want = [np.asarray(x, np.float64) for x in evaluate(jaxpr, args)]
+    want = [np.asarray(x, np.float64) for x in run(jaxpr, args)]
     limits = spreads(program, jaxpr, want, jnp.bfloat16)
     for a, w in zip(compiled, want, strict=True):
         np.testing.assert_allclose(a, w, rtol=1e-4, atol=1e-5 * (1 + np.linalg.norm(w)))
@@ -196,8 +197,8 @@ def test_the_criterion_sees_a_coarse_program() -> None:
         program = Program.from_seed(seed)
         args = program.arguments()
         jaxpr = jax.make_jaxpr(program.value_and_grad(program.function()))(*args)
-        want = [np.asarray(x, np.float64) for x in evaluate(jaxpr, args)]
-        coarse = evaluate(jaxpr, args, Rounding(99, 8 * float(jnp.finfo(jnp.bfloat16).eps) / 2))
+        want = [np.asarray(x, np.float64) for x in run(jaxpr, args)]
+        coarse = run(jaxpr, args, Rounding(99, 8 * float(jnp.finfo(jnp.bfloat16).eps) / 2))
         limits = SPREADS * spreads(program, jaxpr, want, jnp.bfloat16)
         errors = [np.asarray(c, np.float64) - w for c, w in zip(coarse, want, strict=True)]
         outside += any(np.linalg.norm(e) > x for e, x in zip(errors, limits, strict=True))
