@@ -33,7 +33,7 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import watched
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import short_type
-from jaxmp._jaxprs.compat import closed, dtype_of
+from jaxmp._jaxprs.compat import closed, dtype_of, variables
 from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._speed.target import Target, parse_target
@@ -375,7 +375,7 @@ def _residuals(around: Place, bytes_by_dtype: Counter[str], auditor: _Auditor) -
     for eqn in closed(around.jaxpr).jaxpr.eqns:
         place = around.at(eqn)
         if place.backward:
-            for var in {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}:
+            for var in dict.fromkeys(variables(eqn.invars)):
                 if var in made:
                     used[var].append(eqn)
         else:
