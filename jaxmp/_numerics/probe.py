@@ -60,14 +60,9 @@ def run_by_name(
     *,
     wide: bool,
 ) -> Out:
-    """Runs a program; returns its results, and the extra results of its equations.
+    """Runs a program with `bind(eqn, operands, name)`; joins the extra results of its equations.
 
-    Args:
-      jaxpr: the program, or a jaxpr in it.
-      arrays: its arguments.
-      bind: from an equation, its operands and its name to its results and extra ones.
-      prefix: the name of the jaxpr; equations are named as by `Place.name`.
-      wide: whether arrays are float32 instead of 16 bits.
+    Names are those of `Place.name`, after `prefix`; `wide`: in float32 instead of 16 bits.
     """
     extras: Extras = {}
     number = itertools.count()
