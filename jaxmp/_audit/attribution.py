@@ -6,7 +6,10 @@ import functools
 from collections import defaultdict
 from typing import NamedTuple
 
-from jaxmp._audit.follow import FLOAT32, LOW, Observed, Promoted, ValueKind, ValueName
+from jaxmp._audit.facts import FLOAT32, LOW, Promoted, ValueKind, ValueName
+from jaxmp._audit.follow import Observed
+from jaxmp._audit.place import float32_region
+from jaxmp._autocast.annotations import kept_at
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.roots import LITERALS, OTHER, geometry
 from jaxmp._autocast.rules import author_keeps
@@ -88,8 +91,8 @@ class Judge:
     def _judge(self, seen: Observed) -> Blame | None:
         place, eqn = seen.place, seen.eqn
         here = place.source, place.path
-        region = place.region if place.region is not None and place.region.low is None else None
-        kept = place.kept.kind if place.kept else None
+        region, why = float32_region(place), place.first(kept_at)
+        kept = why.kind if why else None
         upcasts = [c for k in seen.known if (c := k.cause) is not None and not c.by_policy]
         intended = functools.partial(Blame, INTENDED, *here)
         if Kind.LAYERS_OWN in (kept, region and region.why_float32):
@@ -106,16 +109,15 @@ class Judge:
         if kept == Kind.AS_WRITTEN:  # a derivative of such an equation
             what = "it belongs to what autocast leaves as written, a linear solver for example"
             return intended(what)
-        if place.kept and is_unknown(place.kept) and not upcasts:
+        if why and is_unknown(why) and not upcasts:
             what = "it belongs to an operation that autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
         if kept == Kind.UPCAST_OPERAND or (place.within and upcasts):  # which autocast honored
             if not upcasts:
                 return Blame(FAULT, *here, str(Kind.UPCAST_OPERAND.of()), UPCAST)
             return Blame(FAULT, upcasts[0].source, upcasts[0].path, upcasts[0].what, UPCAST)
-        if place.kept:
-            what = f"autocast keeps it float32: {place.kept}"
-            return intended(what, kept=str(place.kept))
+        if why:
+            return intended(f"autocast keeps it float32: {why}", kept=str(why))
         why = geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]])
         if why is not None:  # nothing to gain, and autocast would not narrow it either
             outside = f"outside the wrapped module, and float32 inside as well: {why}"

@@ -12,13 +12,15 @@ import numpy as np
 
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, matmul_dims, nbytes
+from jaxmp._audit.facts import FLOAT32, LOW, Known
 from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, UNSAID, Finding
-from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
+from jaxmp._audit.follow import Observed, follow
 from jaxmp._audit.logits import Logits
-from jaxmp._audit.place import AuditPlace, is_ours, places_inside
+from jaxmp._audit.place import is_ours
 from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
+from jaxmp._autocast.annotations import emulated_at, kept_at, skipped_at, unfused_at
 from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.nnx_calls import is_any_wrapped, on_scoped_copies
@@ -31,7 +33,8 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import watched
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import short_type
-from jaxmp._jaxprs.compat import closed, dtype_of
+from jaxmp._jaxprs.compat import closed, dtype_of, variables
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._speed.target import Target, parse_target
 from jaxmp.devices import describe
@@ -135,7 +138,7 @@ def _report(
     labels = [f"the argument {jax.tree_util.keystr(path[1:])}" for path in paths]
     follow(jaxpr, labels, list(map(is_scale, paths)), auditor.visit)
     residuals = Counter[str]()
-    _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
+    _residuals(Place(jaxpr), residuals, auditor)
     products = [operation for operation in auditor.operations if operation.flops]
     narrowed = any(FLOAT32.name not in operation.in_dtypes for operation in products)
     if not (narrowed or auditor.has_regions):
@@ -232,23 +235,23 @@ class _Auditor:
             source=place.source,
             in_dtypes=tuple(str(v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype")),
             out_dtypes=tuple(str(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype")),
-            flops=contraction_flops(eqn) * place.times,
-            bytes=moved * place.times,
-            count=place.times,
+            flops=contraction_flops(eqn) * place.mean_times,
+            bytes=moved * place.mean_times,
+            count=place.mean_times,
             backward=place.backward,
             again=place.again,
             inserted=is_ours(eqn),
             kept=blame.kept if blame else "",
-            skipped=place.skipped if contracts else None,
-            emulates=place.emulates if contracts else "",
+            skipped=place.first(skipped_at) if contracts else None,
+            emulates=(place.first(emulated_at) or "") if contracts else "",
         )
         self.operations.append(operation)
-        if contracts and place.kept:
-            self.has_regions |= place.kept.kind in (Kind.REGION, Kind.LAYERS_OWN)
-            if place.kept.kind == Kind.PRECISION:
+        if contracts and (kept := place.first(kept_at)):
+            self.has_regions |= kept.kind in (Kind.REGION, Kind.LAYERS_OWN)
+            if kept.kind == Kind.PRECISION:
                 self.precise.append(operation)
-        if contracts and place.unfused:
-            self.note("not-fused", f"not fused: {place.unfused}", operation)
+        if contracts and (unfused := place.first(unfused_at)):
+            self.note("not-fused", f"not fused: {unfused}", operation)
         if blame is not None:
             where = blame.source, blame.path
             self.note(blame.kind, blame.what, operation, where, fix=blame.fix)
@@ -267,7 +270,7 @@ class _Auditor:
             self.logits.product(eqn, operation)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
-            size = sum(map(nbytes, eqn.outvars)) * place.times
+            size = sum(map(nbytes, eqn.outvars)) * place.mean_times
             where, fix = (cause.source, cause.path), self.judge.promotion(cause.promoted)
             self.note("promotion", cause.what, operation, where, fix=fix, cost=size)
 
@@ -365,29 +368,27 @@ class _Auditor:
         return sorted(found, key=Finding.rank)
 
 
-def _residuals(
-    jaxpr: Any, around: AuditPlace, bytes_by_dtype: Counter[str], auditor: _Auditor
-) -> None:
+def _residuals(around: Place, bytes_by_dtype: Counter[str], auditor: _Auditor) -> None:
     """Adds up the residuals of a jaxpr: its forward equations' results that backward ones read."""
-    made: dict[Any, AuditPlace] = {}
+    made: dict[Any, Place] = {}
     used: dict[Any, list[jex_core.JaxprEqn]] = defaultdict(list)
-    for eqn in jaxpr.eqns:
+    for eqn in closed(around.jaxpr).jaxpr.eqns:
         place = around.at(eqn)
         if place.backward:
-            for var in {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}:
+            for var in dict.fromkeys(variables(eqn.invars)):
                 if var in made:
                     used[var].append(eqn)
         else:
             made.update(dict.fromkeys(eqn.outvars, place))
-            for inner, where in places_inside(eqn, place):
-                _residuals(inner, where, bytes_by_dtype, auditor)
+            for inner in place.all_jaxprs():
+                _residuals(inner, bytes_by_dtype, auditor)
     for var, users in used.items():
-        size = nbytes(var) * made[var].times
+        size = nbytes(var) * made[var].mean_times
         dtype = dtype_of(var)
         if not size or dtype is None:
             continue
         bytes_by_dtype[str(dtype)] += int(size)
-        auditor.logits.residual(var, made[var].times)
+        auditor.logits.residual(var, made[var].mean_times)
         narrowed = all(
             e.primitive.name == "convert_element_type" and dtype_of(e.outvars[0]) in LOW
             for e in users

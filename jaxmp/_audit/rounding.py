@@ -10,7 +10,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._audit.follow import FLOATS, LOW, Observed
+from jaxmp._audit.facts import FLOATS, LOW
+from jaxmp._audit.follow import Observed
 from jaxmp._audit.report import Operation
 from jaxmp._autocast.primitives import classify
 from jaxmp._jaxprs.compat import closed, dtype_of

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._audit.follow import Known, Observed
+from jaxmp._audit.facts import Known
+from jaxmp._audit.follow import Observed
 from jaxmp._audit.report import Operation
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._jaxprs.compat import dtype_of

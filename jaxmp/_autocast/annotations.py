@@ -18,6 +18,7 @@ from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.why import Kind, Skipped, Why, is_unknown, skipped, unfused
+from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED, UNFUSED
 from jaxmp._jaxprs.walk import equations
 
@@ -60,31 +61,31 @@ def _mark(mark: str, text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _innermost(name_stack: Any, *marks: str) -> tuple[str, str]:
+def _innermost(stack: Any, *marks: str) -> tuple[str, str]:
     """Returns the innermost of some marks in a name stack, and its text; empty if it has none."""
-    found = [each for each in _MARK.findall(str(name_stack)) if each[0] in marks]
+    found = [each for each in _MARK.findall(str(stack)) if each[0] in marks]
     return found[-1] if found else ("", "")
 
 
-def kept_at(name_stack: Any) -> Why | None:
+def kept_at(eqn: jex_core.JaxprEqn) -> Why | None:
     """Returns why autocast kept an equation in float32, by its name stack; None if it did not."""
-    kind, *details = _innermost(name_stack, KEPT)[1].split(";")
+    kind, *details = _innermost(name_stack(eqn), KEPT)[1].split(";")
     return Kind[kind].of(*details) if kind else None
 
 
-def emulated_at(name_stack: Any) -> str:
+def emulated_at(eqn: jex_core.JaxprEqn) -> str:
     """Returns the format that a product emulates in a wider one, by its name stack; or empty."""
-    return _innermost(name_stack, EMULATED)[1]
+    return _innermost(name_stack(eqn), EMULATED)[1]
 
 
-def unfused_at(name_stack: Any) -> str:
+def unfused_at(eqn: jex_core.JaxprEqn) -> str:
     """Returns why no kernel computes an equation's attention, by its name stack; or empty."""
-    return _innermost(name_stack, UNFUSED)[1]
+    return _innermost(name_stack(eqn), UNFUSED)[1]
 
 
-def skipped_at(name_stack: Any) -> Skipped | None:
+def skipped_at(eqn: jex_core.JaxprEqn) -> Skipped | None:
     """Returns why a policy's recipe did not multiply a contraction, by its name stack; or None."""
-    mark, reason = _innermost(name_stack, SKIPPED, MISSED)
+    mark, reason = _innermost(name_stack(eqn), SKIPPED, MISSED)
     return Skipped(reason, intended=mark == SKIPPED) if mark else None
 
 

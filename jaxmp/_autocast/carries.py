@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
 from jaxmp._autocast.roots import OTHER, WEIGHTS, geometry
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.dataflow import Inside, forward
 from jaxmp._jaxprs.higher_order import Inner, steering
 
 
@@ -70,7 +70,7 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
         else Flow(own=weight)
         for i, weight in enumerate(weights)
     ]
-    outs = _flow(body.jaxpr, ins)[:n_carry]
+    outs = forward(body.jaxpr, ins, _equation, _either, _NOTHING)[:n_carry]
     # A state may depend on itself through others: (x, v) -> (v, x + v).
     reached = [out.itself for out in outs]
     for _ in range(n_carry):
@@ -87,18 +87,12 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
     )
 
 
-def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
-    """Returns the flows of a jaxpr's results, given those of its operands."""
-    return forward(jaxpr, ins, _equation, _NOTHING)
-
-
-def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
+def _equation(eqn: JaxprEqn, ins: list[Flow], inside: Inside[Flow]) -> list[Flow]:
     name = compat.kind(eqn)
     roots = [WEIGHTS if flow.own or flow.stack else OTHER for flow in ins]
     if name in LOW and geometry(eqn, roots) is None:  # else it is arithmetic of float32
         return [_product(ins)]
-    outs = through(eqn, ins, _flow, _either)
-    if outs is not None:
+    if (outs := inside(ins)) is not None:
         steers = [Flow(itself=ins[i].itself) for i in steering(eqn)]
         return [_merged([out, *steers])._replace(moved=out.moved, sent=out.sent) for out in outs]
     if name in ("gather", "dynamic_slice") and ins[0].stack:

@@ -29,7 +29,7 @@ from jaxmp._autocast.provenance import PARAMETER
 from jaxmp._autocast.rule_calls import ClosedOverError, Pattern, call_of, trace_rule
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import is_inexact
-from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.dataflow import Inside, forward
 from jaxmp._jaxprs.higher_order import inside
 
 
@@ -40,18 +40,16 @@ def perturbed(plan: Plan) -> dict[int, Pattern]:
     """
     found = defaultdict[int, set[int]](set)
 
-    def run(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
-        return forward(jaxpr, ins, transfer, nothing=False)
-
-    def transfer(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
+    def transfer(eqn: JaxprEqn, read: list[bool], inside: Inside[bool]) -> list[bool]:
         found[id(eqn)].update(i for i, active in enumerate(read) if active)
         if not any(read) or eqn.primitive.name == "stop_gradient":
             return [False] * len(eqn.outvars)
-        outs = through(eqn, read, run, operator.or_) or [True] * len(eqn.outvars)
+        outs = inside(read) or [True] * len(eqn.outvars)
         return [x and is_inexact(var.aval) for x, var in zip(outs, eqn.outvars, strict=True)]
 
     parameters = [v is not None and v.provenance == PARAMETER for v in plan.arguments]
-    run(plan.jaxpr, parameters if any(parameters) else [True] * len(parameters))
+    given = parameters if any(parameters) else [True] * len(parameters)
+    forward(plan.jaxpr, given, transfer, operator.or_, nothing=False)
     return {eqn: tuple(sorted(active)) for eqn, active in found.items()}
 
 

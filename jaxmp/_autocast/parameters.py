@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.dataflow import Inside, forward
 from jaxmp._jaxprs.equation_parameters import contracted, product_axes
 from jaxmp._jaxprs.trace import is_array, name_of
 
@@ -115,7 +114,9 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[list[int], float
     # A parameter; neither an argument nor a constant; one of two arguments, not known which.
     known, computed, unclear = -1, -2, -3
 
-    def transfer(eqn: JaxprEqn, ins: list[int | None]) -> Sequence[int | None]:
+    def transfer(
+        eqn: JaxprEqn, ins: list[int | None], inside: Inside[int | None]
+    ) -> Sequence[int | None]:
         if eqn.primitive.name in LOW:
             if id(eqn) not in seen and (known in ins[:2] or _has_no_batch(eqn)):
                 seen.add(id(eqn))
@@ -124,8 +125,7 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[list[int], float
                     told = len(arguments) == 1 or arguments[-1] == known
                     flops[arguments[-1] if told else unclear] += contraction_flops(eqn)
             return [computed] * len(eqn.outvars)
-        outs = through(eqn, ins, run, lambda a, b: a if a == b else computed)
-        if outs is not None:
+        if (outs := inside(ins)) is not None:
             return outs
         moves = eqn.primitive.name in MOVING | {"convert_element_type"} and len(ins) == 1
         if eqn.primitive.name == "broadcast_in_dim" and shape_of(eqn.outvars[0]) != (
@@ -138,14 +138,8 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[list[int], float
             return [next((i for i in ins if i is not None), None)] * len(eqn.outvars)
         return [computed] * len(eqn.outvars)
 
-    @functools.cache  # a second call with the same operands adds nothing
-    def walked(jaxpr: Any, ins: tuple[int | None, ...]) -> list[int | None]:
-        return forward(jaxpr, ins, transfer, None)
-
-    def run(jaxpr: Any, ins: Sequence[int | None]) -> list[int | None]:
-        return walked(jaxpr, tuple(ins))
-
-    run(jaxpr, [known if parameter else i for i, parameter in enumerate(parameters)])
+    given = [known if parameter else i for i, parameter in enumerate(parameters)]
+    forward(jaxpr, given, transfer, lambda a, b: a if a == b else computed, None)
     total, missed = sum(flops.values()), sum(n for i, n in flops.items() if i >= 0)
     if 2 * missed <= total:
         return None

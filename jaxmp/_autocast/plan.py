@@ -20,7 +20,7 @@ from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
 from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.higher_order import Inner, inside
-from jaxmp._jaxprs.walk import Place
+from jaxmp._jaxprs.place import Place
 
 DType = np.dtype[Any]
 Made = TypeVar("Made")

@@ -13,7 +13,7 @@ from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_inexact
-from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.dataflow import Inside, forward
 from jaxmp.policy import Policy
 
 Pattern = tuple[int, ...]
@@ -111,19 +111,15 @@ def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> froze
     """
     found: set[Any] = set()
 
-    def run(jaxpr: Any, tangents: Sequence[bool]) -> list[bool]:
-        """Returns which results of a jaxpr are tangents, given which of its operands are."""
-        return forward(jaxpr, tangents, transfer, nothing=False)
-
-    def transfer(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
+    def transfer(eqn: JaxprEqn, read: list[bool], inside: Inside[bool]) -> list[bool]:
         """Returns which results of an equation are tangents; if it is of unknown kind, all."""
         if not any(read):
             return [False] * len(eqn.outvars)
-        outs = through(eqn, read, run, operator.or_) or [True] * len(eqn.outvars)
+        outs = inside(read) or [True] * len(eqn.outvars)
         if any(x and not rules.governs(v) for x, v in zip(read, eqn.invars, strict=True)):
             results = zip(eqn.outvars, outs, strict=True)
             found.update(var for var, out in results if out and rules.governs(var))
         return outs
 
-    run(jaxpr, tangents)
+    forward(jaxpr, tangents, transfer, operator.or_, nothing=False)
     return frozenset(found)

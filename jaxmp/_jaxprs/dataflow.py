@@ -7,6 +7,7 @@ are joined, and those of a loop's carry are joined until they reach a fixpoint.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,33 +21,64 @@ F = TypeVar("F")
 Run = Callable[[Any, Sequence[F]], Sequence[F]]
 BackwardRun = Callable[[Inner, Sequence[F]], Sequence[F]]
 Join = Callable[[F, F], F]
+Inside = Callable[[Sequence[F]], list[F] | None]
 
 
 def forward(
     jaxpr: Any,
     ins: Sequence[F],
-    transfer: Callable[[JaxprEqn, list[F]], Sequence[F]],
+    transfer: Callable[[JaxprEqn, list[F], Inside[F]], Sequence[F]],
+    join: Join[F],
     nothing: F,
 ) -> list[F]:
-    """Returns the facts of a jaxpr's results, given those of its operands.
+    """Returns the facts of a jaxpr's results, given those of its operands; facts are hashable.
 
     Args:
       jaxpr: the jaxpr, open or closed.
       ins: a fact per operand.
-      transfer: maps an equation and the facts of its operands to a fact per result. `through` takes
-        it through inner jaxprs.
+      transfer: maps an equation and the facts of its operands to a fact per result. Its third
+        argument maps the facts of the operands through the inner jaxprs; to None, if it has none.
+      join: the fact of a value that is one of two values.
       nothing: the fact of literals and constants.
     """
-    opened = closed(jaxpr).jaxpr
-    env: dict[Any, F] = dict(zip(opened.invars, ins, strict=True))
+
+    @functools.cache  # a second call with the same facts tells nothing new
+    def known(jaxpr: Any, ins: tuple[F, ...]) -> list[F]:
+        opened = closed(jaxpr).jaxpr
+        env = dict.fromkeys(opened.constvars, nothing) | dict(zip(opened.invars, ins, strict=True))
+        return interpret(opened, env, lambda _: nothing, equation)
+
+    def equation(eqn: JaxprEqn, ins: list[F]) -> Sequence[F]:
+        return transfer(eqn, ins, lambda ins: through(eqn, ins, run, join))
+
+    def run(jaxpr: Any, ins: Sequence[F]) -> list[F]:
+        return known(jaxpr, tuple(ins))
+
+    return run(jaxpr, ins)
+
+
+def interpret(
+    jaxpr: Any,
+    env: dict[Any, F],
+    literal: Callable[[Literal], F],
+    equation: Callable[[JaxprEqn, list[F]], Sequence[F]],
+) -> list[F]:
+    """Interprets an open jaxpr on values of any kind; returns those of its results.
+
+    Args:
+      jaxpr: the jaxpr.
+      env: the values of its constants and operands; those of all other variables are added.
+      literal: returns the value of a literal.
+      equation: maps an equation and the values of its operands to those of its results.
+    """
 
     def read(atom: Any) -> F:
-        return nothing if isinstance(atom, Literal) else env.get(atom, nothing)
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
 
-    for eqn in opened.eqns:
-        outs = transfer(eqn, [read(v) for v in eqn.invars])
+    for eqn in jaxpr.eqns:
+        outs = equation(eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in opened.outvars]
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def readers_of(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
@@ -67,14 +99,19 @@ def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list
       run: the analysis of one inner jaxpr: from the facts of its operands to those of its results.
       join: the fact of a value that is one of two values.
     """
-    found: dict[int, F] = {}
     inners = inside(eqn)
-    for inner in inners:
-        outs = run(inner.jaxpr, settled(inner, ins, run, join))
-        for result, fact in zip(inner.results, outs, strict=True):
+    outs = [run(inner.jaxpr, settled(inner, ins, run, join)) for inner in inners]
+    return joined(inners, outs, join) if inners else None
+
+
+def joined(inners: Sequence[Inner], outs: Sequence[Sequence[F]], join: Join[F]) -> list[F]:
+    """Returns the facts of the results of an equation, given those of its inner jaxprs' results."""
+    found: dict[int, F] = {}
+    for inner, facts in zip(inners, outs, strict=True):
+        for result, fact in zip(inner.results, facts, strict=True):
             if result is not None:
                 found[result] = join(found[result], fact) if result in found else fact
-    return [found[i] for i in range(len(eqn.outvars))] if inners else None
+    return [found[i] for i in range(len(found))]
 
 
 def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F]:

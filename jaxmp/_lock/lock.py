@@ -21,6 +21,7 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import watched
 from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.scopes import TESTED, UNSCALE
 from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.trace import is_array, trace
@@ -31,10 +32,10 @@ from jaxmp._lock.values import (
     FORWARD,
     PASSES,
     UPDATE,
-    Follower,
-    LockPlace,
+    LockFollower,
     LockValue,
     Seen,
+    module_of,
 )
 from jaxmp.policy import PolicyLike, single_policy
 
@@ -108,7 +109,7 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
         LockValue(parameter="" if id(leaf) in of_states else _name(path[2:]))
         for path, leaf in given
     ]
-    Follower(reader.visit).run(traced.jaxpr, known, LockPlace())
+    LockFollower(reader.visit).run(Place(traced.jaxpr), known)
     outs = jax.tree.unflatten(traced.tree, [dtype_of(v) for v in traced.jaxpr.jaxpr.outvars])
     results = jax.tree_util.tree_leaves_with_path(outs, is_leaf=lambda x: x is None)
     return Lock(
@@ -126,7 +127,7 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
 
 
 class _Reader:
-    """The collector of a lock's contents, which a `Follower` calls for each equation."""
+    """The collector of a lock's contents, which a `LockFollower` calls for each equation."""
 
     def __init__(self, live: set[int], scale_given: bool) -> None:  # noqa: FBT001
         self._live = live
@@ -139,7 +140,7 @@ class _Reader:
 
     def visit(self, seen: Seen) -> None:
         """Records an equation, if it is live."""
-        eqn, place = seen.eqn, seen.place
+        eqn, place = seen.place.eqn, seen.place
         if id(eqn) not in self._live:
             return
         if in_scope(eqn, UNSCALE):
@@ -153,13 +154,13 @@ class _Reader:
         if (said := of_equation(eqn, place)) is None:
             return
         kind, words = said
-        module = seen.module if kind in COUNTED else place.path
+        module = seen.module if kind in COUNTED else module_of(place)
         if (kind, seen.stage, module, words) == (SUMS, UPDATE, "", UNSAID):
             return
         self._add(module, f"{PASSES[seen.stage]}.{kind}", words, place.source, count(eqn))
 
     def _saved(self, seen: Seen) -> None:
-        for value, var in zip(seen.known, seen.eqn.invars, strict=True):
+        for value, var in zip(seen.known, seen.place.eqn.invars, strict=True):
             dtype = dtype_of(var)
             if value.stage != FORWARD or value.fixed or not shape_of(var) or dtype is None:
                 continue

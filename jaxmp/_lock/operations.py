@@ -12,12 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jaxmp._audit.place import AuditPlace
+from jaxmp._audit.place import float32_region
+from jaxmp._autocast.annotations import kept_at
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.compat import called, dtype_of
 from jaxmp._jaxprs.equation_parameters import precision
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.primitive_table import TABLE, Flag, flagged, of_kind
 
 PRODUCTS = {
@@ -43,14 +45,14 @@ _FUNCTIONS = (of_kind("full") - _SUMS - {"reduce_precision"}) | flagged(Flag.SOL
 _ARITHMETIC = of_kind("follow") - flagged(Flag.MOVING | Flag.JOINING)
 
 
-def of_equation(eqn: JaxprEqn, place: AuditPlace) -> tuple[str, str] | None:
+def of_equation(eqn: JaxprEqn, place: Place) -> tuple[str, str] | None:
     """Returns the kind of an equation, and what it does in words; None if a lock omits it.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> x = jnp.ones((2, 2), jnp.bfloat16)
       >>> [eqn] = jax.make_jaxpr(lambda x: x @ x)(x).jaxpr.eqns
-      >>> of_equation(eqn, AuditPlace())
+      >>> of_equation(eqn, Place())
       ('matmul', 'bfloat16*bfloat16 -> bfloat16')
     """
     name = eqn.primitive.name
@@ -100,12 +102,12 @@ def _precision(eqn: JaxprEqn) -> str:
     return "".join(f", precision={name}" for name in names if name != "DEFAULT")
 
 
-def _reason(eqn: JaxprEqn, place: AuditPlace) -> str:
+def _reason(eqn: JaxprEqn, place: Place) -> str:
     """Returns why a product is float32, in parentheses, if a policy or the author asks for it."""
     if "float32" not in map(str, map(dtype_of, eqn.invars[:2])):
         return ""
-    region = place.region if place.region is not None and place.region.low is None else None
-    why = place.kept.kind if place.kept else None
+    region, kept = float32_region(place), place.first(kept_at)
+    why = kept.kind if kept else None
     if why is None and region is not None:
         why = region.why_float32 or Kind.REGION
     if why is None and (asked := author_keeps(eqn)) is not None:

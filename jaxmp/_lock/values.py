@@ -8,23 +8,21 @@ belongs to the module whose gradient it is computed from.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._audit.place import AuditPlace
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.primitives import LOW
 from jaxmp._jaxprs.attributes import has_effects
 from jaxmp._jaxprs.compat import closed, jaxprs_run, shape_of
-from jaxmp._jaxprs.dataflow import settled
-from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.follow import Follower
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.source import in_scope
 
@@ -56,39 +54,24 @@ class LockValue(NamedTuple):
     fixed: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class LockPlace(AuditPlace):
-    """The place of an equation, and whether it is differentiated.
-
-    Attributes:
-      differentiated: whether it is in the forward pass of a differentiated function.
-    """
-
-    differentiated: bool = False
-
-    def at(self, eqn: JaxprEqn) -> Self:
-        """See `Place.at`."""
-        differentiated = self.differentiated or in_scope(eqn, "jvp(")
-        place = super().at(eqn)
-        path = "/".join(part for part in place.path.split("/") if not _FUNCTION.search(part))
-        return dataclasses.replace(place, path=path, differentiated=differentiated)
-
-
-_LITERAL = LockValue(fixed=True)
-
-
 class Seen(NamedTuple):
-    """An equation, its place, the facts about its operands, its pass and its module."""
+    """An equation's place, the facts about its operands, its pass and its module."""
 
-    eqn: JaxprEqn
-    place: LockPlace
+    place: Place
     known: list[LockValue]
     stage: int
     module: str
 
 
-class Follower:
-    """A walk that follows values; calls `visit` for each equation that is not higher-order."""
+def module_of(place: Place) -> str:
+    """Returns the module path of an equation, without functions of JAX."""
+    return "/".join(part for part in place.path.split("/") if not _FUNCTION.search(part))
+
+
+class LockFollower(Follower[LockValue]):
+    """A follower that calls `visit` for each equation that is not higher-order."""
+
+    nothing = LockValue()
 
     def __init__(self, visit: Callable[[Seen], None]) -> None:
         self._visit = visit
@@ -97,57 +80,42 @@ class Follower:
         # it → the sorted shape of each parameter.
         self._readers: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
 
-    def run(
-        self, jaxpr: Any, known: Sequence[LockValue], around: LockPlace, *, silent: bool = False
-    ) -> list[LockValue]:
-        """Returns the facts about the results of a jaxpr, given those about its operands."""
-        opened = closed(jaxpr).jaxpr
-        env = dict(zip(opened.invars, map(self._with_token, known), strict=True))
+    def literal(self, _literal: Literal) -> LockValue:
+        return LockValue(fixed=True)
 
-        def read(atom: Any) -> LockValue:
-            return _LITERAL if isinstance(atom, Literal) else env.get(atom, LockValue())
+    def operand(self, _at: Place, _var: Any, fact: LockValue) -> LockValue:
+        return self._with_token(fact)
 
-        for eqn in opened.eqns:
-            place, ins = around.at(eqn), [read(v) for v in eqn.invars]
-            outs = (self._inside if inside(eqn) else self._visited)(eqn, ins, place, silent=silent)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in opened.outvars]
-
-    def _inside(
-        self, eqn: JaxprEqn, known: list[LockValue], place: LockPlace, *, silent: bool
-    ) -> list[LockValue]:
-        found: dict[int, LockValue] = {}
-        for inner in inside(eqn):
-            quiet = lambda jaxpr, ins: self.run(jaxpr, ins, place, silent=True)  # noqa: E731
-            facts = settled(inner, known, quiet, _either)
-            outs = self.run(inner.jaxpr, facts, place.inside(inner), silent=silent)
-            for result, out in zip(inner.results, outs, strict=True):
-                if result is not None:
-                    found[result] = _either(found[result], out) if result in found else out
-        return [found[i] for i in range(len(eqn.outvars))]
-
-    def _visited(
-        self, eqn: JaxprEqn, known: list[LockValue], place: LockPlace, *, silent: bool
-    ) -> list[LockValue]:
-        name, stage, main = eqn.primitive.name, _stage(known, place), _main(eqn, known)
-        first = stage == FORWARD or place.again  # or rematerialized
-        module = place.path or (self._product(eqn, known, first) if name in LOW else "")
+    def transfer(self, at: Place, ins: list[LockValue], *, last: bool) -> list[LockValue]:
+        eqn, path = at.eqn, module_of(at)
+        name, stage, main = eqn.primitive.name, _stage(ins, at), _main(eqn, ins)
+        first = stage == FORWARD or at.again  # or rematerialized
+        module = path or (self._product(eqn, ins, first) if name in LOW else "")
         module = module or (main.parameter if first else main.module)
-        fixed = all(value.fixed for value in known) and not has_effects(eqn)
-        if name in _SAME and known:
-            out = known[0]._replace(module=known[0].module or module)
+        if name in _SAME and ins:
+            out = ins[0]._replace(module=ins[0].module or module)
             if out.stage not in (GIVEN, UPDATE):  # a parameter, or the previous step's
                 out = out._replace(stage=stage)
         else:
+            fixed = all(value.fixed for value in ins) and not has_effects(eqn)
             out = LockValue(max(stage, FORWARD), module, fixed=fixed)
-        if not silent:
-            self._visit(Seen(eqn, place, known, stage, module))
+        if last:
+            self._visit(Seen(at, ins, stage, module))
         # Looks into the jaxpr of a kernel, which has products, but not into that of a scatter,
         # which adds two numbers.
         for jaxpr in jaxprs_run(eqn) if contracts(eqn) and name not in LOW else ():
             given = [LockValue(stage)] * len(closed(jaxpr).jaxpr.invars)
-            self.run(jaxpr, given, place.unknown(eqn), silent=silent)
+            self.run(at.unknown(jaxpr), given, last=last)
         return [self._with_token(out) for _ in eqn.outvars]
+
+    def join(self, a: LockValue, b: LockValue) -> LockValue:
+        return LockValue(
+            stage=max(a.stage, b.stage),
+            module=a.module if a.module == b.module else "",
+            parameter=a.parameter if a.parameter == b.parameter else "",
+            token=a.token if a.token == b.token else None,
+            fixed=a.fixed and b.fixed,
+        )
 
     def _with_token(self, value: LockValue) -> LockValue:
         return value if value.token is not None else value._replace(token=next(self._tokens))
@@ -170,11 +138,11 @@ class Follower:
         return _common([name for name, of in found.items() if of == shape] or list(found))
 
 
-def _stage(known: Sequence[LockValue], place: LockPlace) -> int:
+def _stage(known: Sequence[LockValue], place: Place) -> int:
     if place.backward or place.again:
         return BACKWARD
-    after = not place.differentiated and any(value.stage >= BACKWARD for value in known)
-    return UPDATE if after else FORWARD
+    after = any(value.stage >= BACKWARD for value in known)
+    return UPDATE if after and not place.first(lambda eqn: in_scope(eqn, "jvp(")) else FORWARD
 
 
 def _main(eqn: JaxprEqn, known: Sequence[LockValue]) -> LockValue:
@@ -183,17 +151,6 @@ def _main(eqn: JaxprEqn, known: Sequence[LockValue]) -> LockValue:
     sized = [(math.prod(getattr(v.aval, "shape", ())), value) for value, v in pairs]
     named = [pair for pair in sized if pair[1].module] or sized
     return max(named, key=lambda pair: pair[0], default=(0, LockValue()))[1]
-
-
-def _either(a: LockValue, b: LockValue) -> LockValue:
-    """Joins the facts about a value that is one of two."""
-    return LockValue(
-        stage=max(a.stage, b.stage),
-        module=a.module if a.module == b.module else "",
-        parameter=a.parameter if a.parameter == b.parameter else "",
-        token=a.token if a.token == b.token else None,
-        fixed=a.fixed and b.fixed,
-    )
 
 
 def _common(paths: Sequence[str]) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -51,6 +52,49 @@ _Seen = tuple[str, Any, Any]
 _ALONE = Join()
 
 
+def run_by_name(
+    jaxpr: Any,
+    arrays: Sequence[Any],
+    bind: Callable[[JaxprEqn, list[Any], str], Out],
+    prefix: str,
+    *,
+    wide: bool,
+) -> Out:
+    """Runs a program with `bind(eqn, operands, name)`; joins the extra results of its equations.
+
+    Names are those of `Place.name`, after `prefix`; `wide`: in float32 instead of 16 bits.
+    """
+    extras: Extras = {}
+    number = itertools.count()
+
+    def as_run(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        return _widened(atoms, arrays) if wide else list(arrays)
+
+    def bound(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        operands = as_run(eqn.invars, operands)
+        results, more = bind(eqn, operands, f"{prefix}{next(number)}")
+        extras.update(more)
+        return as_run(eqn.outvars, results)
+
+    results = evaluate(jaxpr, arrays, bound)
+    return as_run(compat.closed(jaxpr).jaxpr.outvars, results), extras
+
+
+def run_inside(
+    eqn: JaxprEqn, operands: list[Any], name: str, run: Callable[[Any, Sequence[Any], str], Out]
+) -> Out:
+    """Binds an equation by its name, with `run` for its jaxprs, their arguments and names."""
+
+    def part(jaxpr: Any, prefix: str) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, prefix)  # noqa: ARG005
+
+    inner = looked_into(eqn)
+    parts = [part(one.jaxpr, f"{name}.{k}/") for k, one in enumerate(inner)]
+    if inner[0].rule:  # its rule is not needed: nothing is differentiated here
+        return parts[0]((), *operands)
+    return rebuild(eqn, operands, parts)
+
+
 @dataclass(frozen=True)
 class Probe:
     """A way to run and measure a program; `twins` and `wide` are as for `capture`."""
@@ -64,26 +108,16 @@ class Probe:
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
         """Runs a program; returns its results, and the extra results that `read_out` takes."""
         opened, consts = compat.closed(jaxpr)
-        extras: Extras = {}
         seen: list[_Seen] = []
         if not prefix and self.looks:
             given = (("argument", opened.invars, arrays), ("constant", opened.constvars, consts))
             for kind, atoms, several in given:
-                for i, (atom, x) in enumerate(
-                    zip(atoms, self._as_run(atoms, several), strict=True)
-                ):
+                values = _widened(atoms, several) if self.wide else several
+                for i, (atom, x) in enumerate(zip(atoms, values, strict=True)):
                     if is_measured(atom):
                         seen.append((f"{kind} {i}", x, None))
-        number = itertools.count()
-
-        def bind(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-            operands = self._as_run(eqn.invars, operands)
-            results, more, of_sites = self._equation(eqn, operands, f"{prefix}{next(number)}")
-            extras.update(more)
-            seen.extend(of_sites)
-            return self._as_run(eqn.outvars, results)
-
-        results = self._as_run(opened.outvars, evaluate(jaxpr, arrays, bind))
+        bind = functools.partial(self._equation, seen)
+        results, extras = run_by_name(jaxpr, arrays, bind, prefix, wide=self.wide)
         return results, extras | self._kept(prefix, seen)
 
     def _kept(self, prefix: str, seen: Sequence[_Seen]) -> Extras:
@@ -109,40 +143,27 @@ class Probe:
                     extras[f"{prefix}{name}"] = Extra(array, getattr(JOINS, name))
         return extras
 
-    def _as_run(self, atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """Returns arrays of a program; if it runs `wide`, in float32 instead of 16 bits."""
-        return _widened(atoms, arrays) if self.wide else list(arrays)
-
-    def _equation(
-        self, eqn: JaxprEqn, operands: list[Any], name: str
-    ) -> tuple[list[Any], Extras, list[_Seen]]:
+    def _equation(self, seen: list[_Seen], eqn: JaxprEqn, operands: list[Any], name: str) -> Out:
+        """Binds an equation, and adds what is to be measured to `seen`."""
         inner = looked_into(eqn)
         if inner:
             # A loop of unknown length cannot stack the values of its iterations.
             probe = self if not inner[0].open_ended else replace(self, returned=lambda _: False)
-            parts = [_part(probe, one.jaxpr, f"{name}.{k}/") for k, one in enumerate(inner)]
-            if inner[0].rule:  # its rule is not needed: nothing is differentiated here
-                return (*parts[0]((), *operands), [])
-            return (*rebuild(eqn, operands, parts), [])
+            return run_inside(eqn, operands, name, probe.run)
         results = in_float32(eqn, operands) if self.wide else None
         if results is None:
             results = compat.bind(eqn, as_written(eqn, operands) if self.wide else operands)
         if not self.looks:
-            return results, {}, []
+            return results, {}
         names = site_names(eqn, name)
         low = self.twins and not self.wide and any(dtype_of(v) in LOW for v in eqn.outvars)
         twins = (in_float32(eqn, operands) if low and any(names) else None) or [None] * len(names)
-        seen = [
+        seen += [
             (site, result, twin if dtype_of(var) in LOW and self.whole(site) else None)
             for var, site, result, twin in zip(eqn.outvars, names, results, twins, strict=True)
             if site is not None
         ]
-        return results, {}, seen
-
-
-def _part(probe: Probe, jaxpr: Any, prefix: str) -> Threaded:
-    """Returns a replacement for an inner jaxpr that measures it."""
-    return lambda extra_in, *arrays: probe.run(jaxpr, arrays, prefix)  # noqa: ARG005
+        return results, {}
 
 
 def _unsharded(x: Any) -> Any:

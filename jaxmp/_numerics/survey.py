@@ -14,11 +14,12 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.follow import Follower
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import in_scope
-from jaxmp._jaxprs.walk import Place
 from jaxmp._screen import Printed
 from jaxmp.policy import key_matches
 
@@ -115,15 +116,6 @@ class Site(Printed):
 
 
 @dataclasses.dataclass(frozen=True)
-class _SitePlace(Place):
-    """The place of a jaxpr in a program, with the loops and branches around it."""
-
-    prefix: str = ""
-    loops: tuple[Loop, ...] = ()
-    branch: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class SurveyedProgram:
     """A program's sites.
 
@@ -148,13 +140,13 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Su
     for i, (var, label) in enumerate(zip(opened.invars, labels, strict=True)):
         kind = "weight" if i in weights else "activation"
         given.append(_given(sites, f"argument {i}", "argument", label, var, kind))
-    env: dict[Any, Refs] = {}
+    constants: dict[Any, Refs] = {}
     for i, (var, const) in enumerate(zip(opened.constvars, consts, strict=True)):
         refs = _given(sites, f"constant {i}", "constant", short_type(var), var, "activation")
         if refs and bool(jnp.isinf(const).any()):
             sites[refs[0]] = dataclasses.replace(sites[refs[0]], endless=True)
-        env[var] = refs
-    results = _inside(program, opened, given, _SitePlace(), env)
+        constants[var] = refs
+    results = _Surveyor(program, constants).run(Place(jaxpr), given)
     return dataclasses.replace(program, results=tuple(results))
 
 
@@ -212,111 +204,91 @@ def _given(sites: dict[str, Site], name: str, op: str, label: str, var: Any, kin
     return (name,)
 
 
-def _inside(
-    program: SurveyedProgram,
-    jaxpr: Any,
-    given: Sequence[Refs],
-    place: _SitePlace,
-    env: dict[Any, Refs] | None = None,
-) -> list[Refs]:
-    """Adds the sites of a jaxpr; returns the sources of its results."""
-    env = dict(env or {})
-    opened, _ = compat.closed(jaxpr)
-    env.update(zip(opened.invars, given, strict=True))
+class _Surveyor(Follower[Refs]):
+    """The follower of values' sources, which adds the sites that it passes to a program."""
 
-    def refs(atom: Any) -> Refs:
-        if not isinstance(atom, Literal):
-            return env.get(atom, ())
-        return (INFINITY,) if is_measured(atom) and bool(np.isinf(atom.val).any()) else ()
+    nothing = ()
 
-    for i, eqn in enumerate(opened.eqns):
-        name = f"{place.prefix}{i}"
-        reads = [refs(atom) for atom in eqn.invars]
-        inner = looked_into(eqn)
-        if inner:
-            outs = _into(program, eqn, inner, name, reads, place)
-        else:
-            outs = _site(program, eqn, name, _union(reads), place)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [refs(atom) for atom in opened.outvars]
+    def __init__(self, program: SurveyedProgram, constants: Mapping[Any, Refs]) -> None:
+        self._program = program
+        self._constants = constants
 
+    def literal(self, literal: Literal) -> Refs:
+        endless = is_measured(literal) and bool(np.isinf(literal.val).any())
+        return (INFINITY,) if endless else ()
 
-def _site(
-    program: SurveyedProgram, eqn: JaxprEqn, name: str, reads: Refs, place: _SitePlace
-) -> list[Refs]:
-    outs: list[Refs] = []
-    here, sites = place.at(eqn), program.sites
-    for var, site in zip(eqn.outvars, site_names(eqn, name), strict=True):
-        if site is None:
-            moved = (*reads, SEED) if in_scope(eqn, SEED) else reads
-            outs.append(moved if is_measured(var) else ())
-            continue
-        of_weights = reads and all(ref in sites and sites[ref].kind == "weight" for ref in reads)
-        gradient = here.backward and not here.again
-        kind = "gradient" if gradient else "weight" if of_weights else "activation"
-        sites[site] = Site(
-            name=site,
-            op=compat.called(eqn),
-            path=here.path,
-            line=here.source,
-            backward=here.backward,
-            kind=kind,
-            dtype=str(dtype_of(var)),
-            shape=shape_of(var),
-            loops=place.loops,
-            branch=place.branch,
-            reads=tuple(ref for ref in reads if ref not in (INFINITY, SEED)),
-            endless=INFINITY in reads,
-            scaled=any(_is_scaled(program, ref) for ref in reads),
-        )
-        outs.append((site,))
-    return outs
+    def constant(self, var: Any, _value: Any) -> Refs:
+        return self._constants.get(var, ())
 
+    def inners(self, eqn: JaxprEqn) -> tuple[Inner, ...]:
+        return looked_into(eqn)
 
-def _is_scaled(program: SurveyedProgram, ref: str) -> bool:
-    if ref in program.carries:
-        return any(_is_scaled(program, start) for start in program.carries[ref].start)
-    return ref == SEED or (ref in program.sites and program.sites[ref].scaled)
+    def transfer(self, at: Place, ins: list[Refs], *, last: bool) -> list[Refs]:  # noqa: ARG002
+        outs: list[Refs] = []
+        eqn, sites, reads = at.eqn, self._program.sites, _union(ins)
+        loops = tuple(filter(None, map(_loop, at.chain())))[::-1]
+        branch = any(place.inner and place.inner.chance < 1 for place in at.chain())
+        for var, site in zip(eqn.outvars, site_names(eqn, at.name), strict=True):
+            if site is None:
+                moved = (*reads, SEED) if in_scope(eqn, SEED) else reads
+                outs.append(moved if is_measured(var) else ())
+                continue
+            kinds = {sites[ref].kind if ref in sites else "" for ref in reads}
+            gradient = at.backward and not at.again
+            kind = "gradient" if gradient else "weight" if kinds == {"weight"} else "activation"
+            sites[site] = Site(
+                name=site,
+                op=compat.called(eqn),
+                path=at.path,
+                line=at.source,
+                backward=at.backward,
+                kind=kind,
+                dtype=str(dtype_of(var)),
+                shape=shape_of(var),
+                loops=loops,
+                branch=branch,
+                reads=tuple(ref for ref in reads if ref not in (INFINITY, SEED)),
+                endless=INFINITY in reads,
+                scaled=any(map(self._is_scaled, reads)),
+            )
+            outs.append((site,))
+        return outs
 
-
-def _into(
-    program: SurveyedProgram,
-    eqn: JaxprEqn,
-    inner: Sequence[Inner],
-    name: str,
-    reads: Sequence[Refs],
-    place: _SitePlace,
-) -> list[Refs]:
-    """Adds the sites inside an equation; returns the sources of its results."""
-    found: list[Refs] = [()] * len(eqn.outvars)
-    here = place.at(eqn)
-    for k, one in enumerate(inner):
-        given = [reads[i] for i in one.operands]
-        loops = place.loops
-        carries: list[Carry] = []
-        if one.loops:
-            loop = None
-            if not one.open_ended:
-                loop = Loop(name, one.reverse, int(one.trips))
-                loops = (*loops, loop)
-            for i in one.carries:
-                carries.append(Carry(loop, given[i]))
-                given[i] = (f"{name}.{k} carry {i}",)
-                program.carries[given[i][0]] = carries[-1]
-        inside_place = dataclasses.replace(
-            here, prefix=f"{name}.{k}/", loops=loops, branch=place.branch or one.chance < 1
-        )
-        outs = _inside(program, one.jaxpr, given, inside_place)
+    def inner(self, at: Place, ins: list[Refs], *, last: bool) -> list[Refs]:
+        """Follows an inner jaxpr, in which a carry is a source of its own."""
+        given = [ins[i] for i in at.inner.operands]
+        carries = [Carry(_loop(at), given[i]) for i in at.inner.carries]
+        for i, carry in zip(at.inner.carries, carries, strict=True):
+            given[i] = (f"{at.name[:-1]} carry {i}",)
+            self._program.carries[given[i][0]] = carry
+        outs = self.run(at, given, last=last)
         for carry, out in zip(carries, outs, strict=False):
-            if one.results[0] is not None:
-                carry.back = out
-        for result, out in zip(one.results, outs, strict=True):
-            if result is not None:
-                found[result] = _union([found[result], out])
-    if not inner[0].loops and steering(eqn):
-        chosen = _union([reads[i] for i in steering(eqn)])
-        found = [_union([refs, chosen]) for refs in found]
-    return found
+            carry.back = out
+        return outs
+
+    def equation(self, at: Place, ins: list[Refs], *, last: bool) -> Sequence[Refs]:
+        outs, inners = super().equation(at, ins, last=last), looked_into(at.eqn)
+        if not inners or inners[0].loops:
+            return outs
+        chosen = [ins[i] for i in steering(at.eqn)]
+        return [_union([refs, *chosen]) for refs in outs]
+
+    def join(self, a: Refs, b: Refs) -> Refs:
+        return _union([a, b])
+
+    def _is_scaled(self, ref: str) -> bool:
+        if ref in self._program.carries:
+            return any(map(self._is_scaled, self._program.carries[ref].start))
+        sites = self._program.sites
+        return ref == SEED or (ref in sites and sites[ref].scaled)
+
+
+def _loop(place: Place) -> Loop | None:
+    """Returns the loop of known length whose body is at a place; None if it is not of one."""
+    inner = place.inner
+    if inner is None or not inner.loops or inner.open_ended:
+        return None
+    return Loop(place.around.name, inner.reverse, int(inner.trips))
 
 
 def _union(several: Iterable[Refs]) -> Refs:

@@ -23,10 +23,11 @@ from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.transform import under_policy
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.aux_outputs import Threaded
-from jaxmp._jaxprs.higher_order import inside, rebuild
+from jaxmp._jaxprs.higher_order import rebuild
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.scopes import REGION
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._jaxprs.walk import Place, evaluate, walk
+from jaxmp._jaxprs.walk import evaluate, walk
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Path = tuple[str, ...]
@@ -109,9 +110,9 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> PreparedLoss:
 
 def products(jaxpr: Any) -> Iterator[TunedProduct]:
     """Yields the products of a program, at any depth."""
-    for eqn, at in walk(jaxpr):
-        if contraction_flops(eqn):
-            yield TunedProduct(eqn, at.path, at.backward, at.times)
+    for at in walk(Place(jaxpr)):
+        if contraction_flops(at.eqn):
+            yield TunedProduct(at.eqn, at.path, at.backward, at.times)
 
 
 def run_placed(
@@ -130,12 +131,15 @@ def run_placed(
     def bound(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         at = around.at(eqn)
         with scope(at.path):
-            if not (inner := inside(eqn)):
+            if not (parts := list(map(part, at.jaxprs()))):
                 return bind(eqn, operands, at, extra)
-            return rebuild(eqn, operands, [part(one.jaxpr, at) for one in inner], extra)[0]
+            return rebuild(eqn, operands, parts, extra)[0]
 
-    def part(jaxpr: Any, at: Place) -> Threaded:
-        return lambda extra_in, *arrays: (run_placed(jaxpr, arrays, bind, extra_in, scope, at), {})
+    def part(at: Place) -> Threaded:
+        return lambda extra_in, *arrays: (
+            run_placed(at.jaxpr, arrays, bind, extra_in, scope, at),
+            {},
+        )
 
     return evaluate(jaxpr, arrays, bound)
 

@@ -41,8 +41,8 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import product_axes
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.trace import trace
-from jaxmp._jaxprs.walk import Place
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Path, Places, PreparedLoss, run_placed
 from jaxmp.policy import Policy

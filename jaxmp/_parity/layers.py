@@ -12,9 +12,9 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._jaxprs.source import in_scope
-from jaxmp._jaxprs.walk import Place
 from jaxmp._numerics.survey import looked_into
 
 INPUT = " (input)"
@@ -55,12 +55,12 @@ def values_of(jaxpr: Any) -> Iterator[LayerValue]:
 
     Skips those in loops of unknown length, whose iterations cannot be told apart.
     """
-    yield from _values(jaxpr, Place(), "", Counter())
+    yield from _values(Place(jaxpr), Counter())
 
 
-def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iterator[LayerValue]:
-    opened, _ = compat.closed(jaxpr)
-    places = [around.at(eqn) for eqn in opened.eqns]
+def _values(around: Place, calls: Counter[str]) -> Iterator[LayerValue]:
+    opened, _ = compat.closed(around.jaxpr)
+    places = [around.at(eqn, i) for i, eqn in enumerate(opened.eqns)]
     readers: dict[Any, list[Place]] = {}
     same = _cast(opened.eqns)
     for eqn, place in zip(opened.eqns, places, strict=True):
@@ -68,12 +68,12 @@ def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iter
             readers.setdefault(same.get(atom, atom), []).append(place)
     for atom in _variables(opened.outvars):
         readers.setdefault(same.get(atom, atom), []).append(around)
-    for i, (eqn, place) in enumerate(zip(opened.eqns, places, strict=True)):
+    for eqn, place in zip(opened.eqns, places, strict=True):
         inner = looked_into(eqn)
         if inner and inner[0].open_ended:
             inner = ()
         for k, one in enumerate(inner):
-            yield from _values(one.jaxpr, place.inside(one), f"{prefix}{i}.{k}/", calls)
+            yield from _values(place.inside(one, k), calls)
         for k, var in enumerate(eqn.outvars):
             dtype = dtype_of(var)
             if dtype is None or dtype == jax.dtypes.float0:
@@ -82,7 +82,7 @@ def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iter
             layers = [_numbered(layer, calls) for layer in crossed]
             path = "".join(_scopes(place.path)[:1])
             yield LayerValue(
-                f"{prefix}{i}:{k}", path, place.source, compat.called(eqn), str(dtype),
+                f"{place.name}:{k}", path, place.source, compat.called(eqn), str(dtype),
                 shape_of(var), tuple(layers),
             )  # fmt: skip
 

@@ -21,12 +21,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.aux_outputs import Extra, Extras
+from jaxmp._jaxprs.aux_outputs import Extra, Out
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import summed
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import Flag, flagged, of_kind
-from jaxmp._numerics.probe import LOW, Probe, as_written, in_float32
+from jaxmp._numerics.probe import LOW, as_written, in_float32, run_by_name, run_inside
 from jaxmp._numerics.statistics import FLOAT32
 from jaxmp._numerics.survey import WHOLE, looked_into
 
@@ -45,22 +45,24 @@ _APPROXIMATED = of_kind("full") - _SUMS | {"tanh", "logistic", "erf", "erfc"}
 
 
 @dataclasses.dataclass(frozen=True)
-class AsWritten(Probe):
+class AsWritten:
     """A run of a program as written that returns some of its values.
 
     Attributes:
       keep: the names of those values, as in `layers.LayerValue`.
+      wide: whether it computes in float32 instead of 16 bits.
     """
 
-    whole: Any = frozenset().__contains__
-    looks: bool = False
     keep: frozenset[str] = frozenset()
+    wide: bool = False
 
-    def _equation(
-        self, eqn: JaxprEqn, operands: list[Any], name: str
-    ) -> tuple[list[Any], Extras, list[Any]]:
+    def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
+        """Runs a program; returns its results, and the values to return by name."""
+        return run_by_name(jaxpr, arrays, self._equation, prefix, wide=self.wide)
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Any], name: str) -> Out:
         if looked_into(eqn):
-            results, extras, _ = super()._equation(eqn, operands, name)
+            results, extras = run_inside(eqn, operands, name, self.run)
         elif eqn.primitive.name in WHOLE:
             results, extras = self.run(inside(eqn)[0].jaxpr, operands, f"{name}/")
         else:
@@ -68,7 +70,7 @@ class AsWritten(Probe):
         kept = {
             f"{name}:{k}": Extra(x) for k, x in enumerate(results) if f"{name}:{k}" in self.keep
         }
-        return results, extras | kept, []
+        return results, extras | kept
 
     def computed(self, eqn: JaxprEqn, operands: list[Any], draw: int) -> list[Any]:  # noqa: ARG002
         """Computes the results of an equation without inner jaxprs; `draw` hashes its name."""

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from jaxmp._audit.place import AuditPlace, places_inside
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._flax import is_graph_node
-from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.attributes import filled
 from jaxmp._jaxprs.compat import closed, shape_of, trace, with_changed_equations
+from jaxmp._jaxprs.dataflow import Inside, forward
 from jaxmp._jaxprs.equation_parameters import for_platform, multiplied, on_abstract_meshes
+from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.trace import flatten_call
-from jaxmp._jaxprs.walk import equations
+from jaxmp._jaxprs.walk import equations, walk
 from jaxmp._preflight.size_search import sharding_of
 
 # Primitives that call Python, which cannot be compiled where the device is not present.
@@ -129,38 +129,31 @@ def _flops(jaxpr: Any, platform: str) -> dict[str, float]:
     """
     one = with_changed_equations(jaxpr, lambda eqn: for_platform(eqn, platform))
     flops: Counter[str] = Counter()
-    for eqn, place in _places(one, AuditPlace()):
+    for place in walk(Place(one), _inside):
+        eqn = place.eqn
         if eqn.primitive.name == "scaled_matmul_wrapper":  # of blocks: [batch, rows, summed]
             count = 2 * math.prod(shape_of(eqn.outvars[0])) * shape_of(eqn.invars[0])[-1]
         else:
             count = contraction_flops(eqn)
         if count:
-            flops[multiplied(eqn)] += count * place.times
+            flops[multiplied(eqn)] += count * place.mean_times
     return dict(flops.most_common())
 
 
-def _places(jaxpr: Any, around: AuditPlace) -> Iterator[tuple[Any, AuditPlace]]:
-    """Yields each equation that running a jaxpr runs, at any depth but in kernels of Pallas."""
-    for eqn in closed(jaxpr).jaxpr.eqns:
-        place = around.at(eqn)
-        yield eqn, place
-        if eqn.primitive.name != "pallas_call":
-            for inner, there in places_inside(eqn, place):
-                yield from _places(inner, there)
+def _inside(place: Place) -> Iterator[Place]:
+    """Returns the places of the jaxprs inside an equation, if it is not a kernel of Pallas."""
+    return iter(()) if place.eqn.primitive.name == "pallas_call" else place.all_jaxprs()
 
 
 def _distinct(jaxpr: Any, own: int) -> list[bool]:
     """Returns which results to keep: the first `own`; of others, no operands and no repeats."""
 
-    def transfer(eqn: Any, ins: list[int | None]) -> list[int | None]:
-        outs = dataflow.through(eqn, ins, run, lambda a, b: a if a == b else None)
-        return outs or [None] * len(eqn.outvars)
-
-    def run(jaxpr: Any, ins: Any) -> list[int | None]:
-        return dataflow.forward(jaxpr, ins, transfer, None)
+    def transfer(eqn: Any, ins: list[int | None], inside: Inside[int | None]) -> list[int | None]:
+        return inside(ins) or [None] * len(eqn.outvars)
 
     opened = closed(jaxpr).jaxpr
-    same_as = run(jaxpr, range(len(opened.invars)))
+    given = range(len(opened.invars))
+    same_as = forward(jaxpr, given, transfer, lambda a, b: a if a == b else None, None)
     return [
         i < own
         or (

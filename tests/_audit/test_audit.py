@@ -185,6 +185,22 @@ def test_residuals_are_those_of_the_backward_pass():
     assert sum(report.residual_bytes.values()) == kept
 
 
+def test_the_dtypes_of_residuals_come_in_the_order_in_which_they_are_read():
+    def orders(_):
+        def loss(w, x):
+            def body(c, x):
+                return (jnp.tanh(c) * jnp.sin(x.astype(F32)).sum()).astype(BF16) @ w, None
+
+            return jnp.sum(jax.lax.scan(body, jnp.ones((2, 4), BF16), x)[0])
+
+        report = audit(jax.grad(loss))(shape(4, 4, dtype=BF16), shape(3, 4, dtype=BF16))
+        return tuple(report.residual_bytes)
+
+    found = set(map(orders, range(30)))
+    assert len(found) == 1
+    assert len(*found) > 1
+
+
 def test_arguments_by_field_and_casts():
     state = {"params": {"w": shape(8, 8)}, "opt": {"m": shape(8, 8, dtype=BF16)}}
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.compat import closed
-from jaxmp._jaxprs.dataflow import demanded, forward, settled, settled_demand, through
+from jaxmp._jaxprs.dataflow import Inside, demanded, forward, settled, settled_demand, through
 from jaxmp._jaxprs.higher_order import inside
 
 Facts = frozenset[str]
@@ -45,20 +45,26 @@ class Sources:
 
     def run(self, jaxpr: Any, ins: Sequence[Facts]) -> list[Facts]:
         self.entered += 1
-        return forward(jaxpr, ins, self.equation, NOTHING)
+        return forward(jaxpr, ins, self.equation, operator.or_, NOTHING)
 
-    def equation(self, eqn: JaxprEqn, ins: list[Facts]) -> list[Facts]:
-        outs = through(eqn, ins, self.run, operator.or_)
-        if outs is not None:
-            return outs
-        name = eqn.primitive.name
-        return [NOTHING.union(*ins, [name] if name in TELLING else [])] * len(eqn.outvars)
+    def equation(self, eqn: JaxprEqn, ins: list[Facts], _: Inside[Facts]) -> list[Facts]:
+        return told(eqn, ins, lambda ins: through(eqn, ins, self.run, operator.or_))
+
+
+def told(eqn: JaxprEqn, ins: list[Facts], inside: Inside[Facts]) -> list[Facts]:
+    """What the results of an equation are made of."""
+    if (outs := inside(ins)) is not None:
+        return outs
+    name = eqn.primitive.name
+    return [NOTHING.union(*ins, [name] if name in TELLING else [])] * len(eqn.outvars)
 
 
 def sources(fn: Callable[..., Any], *args: Any) -> list[str]:
     """Of each result: the operands, by letter, and the operations it is made of."""
     jaxpr = jax.make_jaxpr(fn)(*args)
-    outs = Sources().run(jaxpr, [frozenset(letter) for letter in "abcdefg"[: len(args)]])
+    given = [frozenset(letter) for letter in "abcdefg"[: len(args)]]
+    outs = forward(jaxpr, given, told, operator.or_, NOTHING)
+    assert outs == Sources().run(jaxpr, given)
     return [" ".join(sorted(out)) for out in outs]
 
 
