@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["ALL_FORMATS", "Format"]
 
@@ -88,3 +89,8 @@ ALL_FORMATS: Final = {
         Format("int4", "int4", ("i4",)),
     )
 }
+
+
+def format_of(dtype: Any) -> Format:
+    """Returns the format of a dtype of `ALL_FORMATS`."""
+    return next(fmt for fmt in ALL_FORMATS.values() if fmt.name == np.dtype(dtype).name)

@@ -23,10 +23,13 @@ from jax.typing import DTypeLike
 from jaxmp._flax import AxisMetadata
 from jaxmp._jaxprs.scopes import DEQUANTIZE, EXACTLY
 from jaxmp._printable import shown
+from jaxmp._scaled import dequantize
 
 __all__ = ["QuantizedArray", "is_quantized"]
 
 
+# A class of its own beside `Scaled`: Flax, JAX and NumPy read it as a weight, whose dtype is in the
+# structure of the pytree, and checkpoints have its names.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(AxisMetadata[Any]):
@@ -194,9 +197,7 @@ def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Arra
     """
     to = weight.dtype if dtype is None else np.dtype(dtype)
     with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTIZE):
-        values = lax.convert_element_type(jnp.asarray(weight.values), np.float32)
-        product = lax.mul(values, _spread(jnp.asarray(weight.scale), values.shape))
-        return lax.stop_gradient(lax.convert_element_type(product, to))
+        return lax.stop_gradient(lax.convert_element_type(dequantize(weight), to))
 
 
 def _constant(x: Any) -> Any:
@@ -231,16 +232,6 @@ def is_quantized(x: Any) -> bool:
       (2, 1)
     """
     return isinstance(x, QuantizedArray)
-
-
-def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeats the scales along each axis, to one for each value."""
-    split: list[int] = []
-    axes = []
-    for groups, size in zip(scale.shape, shape, strict=True):
-        axes.append(len(split))
-        split += [size] if groups in (1, size) else [groups, size // groups]
-    return lax.reshape(lax.broadcast_in_dim(scale, split, axes), shape)
 
 
 def _bits(dtype: Any) -> int:

@@ -23,7 +23,6 @@ from jaxmp._autocast.passes.fused_attention.find import FusedAttention
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.products.derivative import QuantizedDot
-from jaxmp._autocast.products.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
@@ -33,7 +32,7 @@ from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.source import level_of_user, library_line, user_line
 from jaxmp._jaxprs.walk import equations
 from jaxmp._printable import printable
-from jaxmp._speed import chip_of, warning
+from jaxmp._speed import chip_of, traced_for, warning
 from jaxmp.recipes import Recipe
 
 

@@ -25,7 +25,6 @@ from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.planning import Pass, PlansOfJits, plans_of_jits
-from jaxmp._autocast.products.native import traced_for
 from jaxmp._autocast.program_key import comparable, with_equal_bodies
 from jaxmp._autocast.provenance import DATA, PARAMETER
 from jaxmp._autocast.regions import (
@@ -43,6 +42,7 @@ from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, name_of, trace
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp._quantize.sink_dequantize import rows_first
+from jaxmp._speed import traced_for
 from jaxmp.policy import Policy, PolicyLike, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])

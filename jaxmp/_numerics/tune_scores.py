@@ -34,7 +34,7 @@ from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.products.derivative import QuantizedDot
-from jaxmp._autocast.products.quantize import dequantize, quantize
+from jaxmp._autocast.products.quantize import quantize
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp._jaxprs import compat
@@ -45,6 +45,7 @@ from jaxmp._jaxprs.place import Place
 from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Path, Places, PreparedLoss, run_placed
+from jaxmp._scaled import dequantize
 from jaxmp.policy import Policy
 from jaxmp.recipes import Format
 

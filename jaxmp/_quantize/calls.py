@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._flax import is_graph_node
+from jaxmp._scaled import Scaled
 from jaxmp.quantized import QuantizedArray, array_of, is_quantized
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Sealed:
-    """A `QuantizedArray` as an argument: its scale as uint32 bits.
-
-    A cast of float32 arguments to ``param_dtype`` leaves it alone.
-    """
-
-    values: Any
-    bits: Any
 
 
 def holds_quantized(tree: Any) -> bool:
@@ -33,7 +21,11 @@ def holds_quantized(tree: Any) -> bool:
 
 
 def seal(tree: Any) -> Any:
-    """Seals a tree's quantized weights for a function made by `opening`; skips NNX modules."""
+    """Seals a tree's quantized weights for a function made by `opening`; skips NNX modules.
+
+    A sealed one is a `Scaled` whose scale is uint32: its bits, which a cast of float32 arguments to
+    ``param_dtype`` leaves alone.
+    """
     return _mapped(_sealed, tree, QuantizedArray)
 
 
@@ -42,7 +34,7 @@ def opening(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def opened(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _mapped(_opened, (args, kwargs), _Sealed)
+        args, kwargs = _mapped(_opened, (args, kwargs), Scaled)
         return fn(*args, **kwargs)
 
     return opened
@@ -53,16 +45,16 @@ def for_float32(tree: Any) -> Any:
     return _mapped(lambda q: q.for_dtype(np.float32), tree, QuantizedArray)
 
 
-def _sealed(x: QuantizedArray) -> _Sealed:
+def _sealed(x: QuantizedArray) -> Scaled:
     if isinstance(x.scale, jax.ShapeDtypeStruct):
         bits = jax.ShapeDtypeStruct(x.scale.shape, np.uint32, sharding=x.scale.sharding)
-        return _Sealed(x.values, bits)
+        return Scaled(x.values, bits)
     x = x.constant()
-    return _Sealed(x.values, lax.bitcast_convert_type(x.scale, np.uint32))
+    return Scaled(x.values, lax.bitcast_convert_type(x.scale, np.uint32))
 
 
-def _opened(x: _Sealed) -> jax.Array:
-    scale = lax.bitcast_convert_type(x.bits, np.float32)
+def _opened(x: Scaled) -> jax.Array:
+    scale = lax.bitcast_convert_type(x.scale, np.float32)
     return array_of(QuantizedArray(x.values, scale, np.dtype(np.float32)))
 
 

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._quantize.rounding import rounded
 from jaxmp._quantize.scales import BLOCK_SIZE, check_granularity, scale_shape
 from jaxmp._quantize.select import Candidate, FormatRules, names_of, why_not
+from jaxmp._scaled import Scaled, block_sizes, round_to
 from jaxmp.formats import Format
 from jaxmp.quantized import QuantizedArray, is_quantized
 
@@ -205,9 +205,9 @@ def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
 
 def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> QuantizedArray:
     if isinstance(x, jax.ShapeDtypeStruct):
-        values, scale = jax.eval_shape(functools.partial(rounded, fmt=fmt, scale_shape=shape), x)
+        values, scale = jax.eval_shape(functools.partial(_rounded, fmt=fmt, scale_shape=shape), x)
     else:
-        values, scale = rounded(x if isinstance(x, jax.Array) else jnp.asarray(x), fmt, shape)
+        values, scale = _rounded(x if isinstance(x, jax.Array) else jnp.asarray(x), fmt, shape)
     if not (is_tracer(values) or isinstance(values, jax.ShapeDtypeStruct)):
         if not bool(jnp.isfinite(scale).all()):
             raise ValueError(
@@ -217,6 +217,13 @@ def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> Quanti
         values, scale = _as_sharded(x, values, scale)
     # NumPy's float64 is float32 to JAX, unless x64 is enabled.
     return QuantizedArray(values, scale, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> Scaled:
+    # float64 keeps its range: a weight beyond float32's makes its scale NaN.
+    wide = x if x.dtype == np.float64 else x.astype(jnp.float32)
+    return round_to(wide, fmt, block_sizes(x.shape, scale_shape), exact=True)
 
 
 def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:

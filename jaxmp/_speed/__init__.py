@@ -3,7 +3,7 @@
 The figures of chips are data (`jaxmp/_chips/chips.toml`); the functions of them are here.
 """
 
-from jaxmp._speed.chip import Chip, chip_named, chip_of
+from jaxmp._speed.chip import Chip, chip_for, chip_named, chip_of, traced_for
 from jaxmp._speed.choice import Gain, fastest_recipe, pays, warning, why_emulated
 from jaxmp._speed.estimate import Estimate, estimate
 from jaxmp._speed.roofline import StepTime, Work, step_time
@@ -14,12 +14,14 @@ __all__ = [
     "Gain",
     "StepTime",
     "Work",
+    "chip_for",
     "chip_named",
     "chip_of",
     "estimate",
     "fastest_recipe",
     "pays",
     "step_time",
+    "traced_for",
     "warning",
     "why_emulated",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._scaled import Scaled
 from jaxmp._training.checks import (
     as_transformation,
     check_arrays,
@@ -24,7 +25,6 @@ from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
     SHORTEST,
-    StoredArray,
     block_axis,
     block_count,
     decode,
@@ -55,7 +55,7 @@ class StoredState(NamedTuple):
     Attributes:
       key: The data of the PRNG key of the next step, uint32[2].
       scales: For 8 bits, float32[..., blocks, ...] for each array that is stored, in their order:
-        the largest magnitudes of blocks of one axis (see `stored_array.StoredArray`).
+        the largest magnitudes of blocks of one axis (see `stored_array.encode`).
       inner_state: The state of the transformation inside, its large float arrays in the dtype that
         they are stored in.
     """
@@ -269,7 +269,7 @@ def _is_of_optax(node: Any) -> bool:
 
 def _warn_if_useless(made: list[Any], dtype: Any) -> None:
     floats = [x for x in made if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
-    if not any(isinstance(x, StoredArray) for x in made):
+    if not any(isinstance(x, Scaled) for x in made):
         largest = max((x.size for x in floats), default=0)
         warnings.warn(
             f"store_state: no array of the optimizer's state is stored in {dtype}, so it changes "
@@ -280,11 +280,11 @@ def _warn_if_useless(made: list[Any], dtype: Any) -> None:
         )
 
 
-def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:
-    """Returns each leaf with its scale, as a `StoredArray`; None for those that are not stored."""
+def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[Scaled | None]:
+    """Returns each leaf with its scale, as a `Scaled`; None for those that are not stored."""
     rest = iter(scales)
     return [
-        StoredArray(x, None if x.dtype == jnp.bfloat16 else next(rest))
+        Scaled(x, None if x.dtype == jnp.bfloat16 else next(rest))
         if _is_stored(x, getattr(x, "dtype", None), _DTYPES)
         else None
         for x in leaves
@@ -304,8 +304,8 @@ def _encoded(old: StoredState, new: Any, key: jax.Array) -> StoredState:
 
 
 def _state(key: jax.Array, treedef: Any, made: list[Any]) -> StoredState:
-    stored = [x for x in made if isinstance(x, StoredArray)]
-    leaves = [x.values if isinstance(x, StoredArray) else x for x in made]
+    stored = [x for x in made if isinstance(x, Scaled)]
+    leaves = [x.values if isinstance(x, Scaled) else x for x in made]
     scales = tuple(x.scale for x in stored if x.scale is not None)
     return StoredState(key, scales, treedef.unflatten(leaves))
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp.formats import ALL_FORMATS
+from jaxmp._scaled import Scaled, block_sizes, largest, spread
+from jaxmp.formats import Format, format_of
 from jaxmp.tree import round_at_random
 
 __all__ = [
     "SHORTEST",
-    "StoredArray",
     "block_axis",
     "block_count",
     "decode",
@@ -23,26 +23,8 @@ __all__ = [
     "is_scale_of",
 ]
 
-# 8 bits hold magnitudes as fractions of the largest in a block: the fourth power of one of so many
-# steps, or float8, whose steps are relative already.
-_LEVELS: Final = 127.0
-_FLOAT8: Final = ALL_FORMATS["e4m3"]
-_INFINITY: Final = np.uint32(0x7F800000)
 # From 16 numbers on, a float32 scale for 8 bits of each takes less than bfloat16.
 SHORTEST: Final = 16
-
-
-class StoredArray(NamedTuple):
-    """A float32 array, stored in 16 or 8 bits.
-
-    Attributes:
-      values: bfloat16, int8 or float8_e4m3fn, of the shape of the array.
-      scale: For 8 bits float32, of the array's shape with blocks in the place of the axis that they
-        divide: the largest magnitude of each. NaN where a number was not finite. None for bfloat16.
-    """
-
-    values: Any
-    scale: Any
 
 
 def block_axis(shape: tuple[int, ...]) -> int:
@@ -82,8 +64,12 @@ def block_count(size: int, block_size: int, shards: int = 1) -> int:
     return -(-size // block_size)
 
 
-def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray:
+def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> Scaled:
     """Rounds float32 numbers at random to stored ones, whose expectation is the number itself.
+
+    A scale is the largest magnitude of its block, NaN where a number is not finite, and values are
+    fractions of it. Those of integers are the fourth power of one of evenly spaced steps; the steps
+    of floats are relative already. bfloat16 has no scale.
 
     But for one case: a number that is not 0 does not become 0. Adam divides by the root of a second
     moment, and one that vanished would make a step of any size.
@@ -93,23 +79,23 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
     """
     if dtype == jnp.bfloat16:
         bits = _random_bits(key, x.shape)
-        return StoredArray(round_at_random(x, dtype, bits).astype(dtype), None)
-    level, scale = _levels(x, dtype, blocks, key)
-    return StoredArray(level.astype(dtype), scale)
+        return Scaled(round_at_random(x, dtype, bits).astype(dtype), None)
+    level, scale = _levels(x, format_of(dtype), blocks, key)
+    return Scaled(level.astype(dtype), scale)
 
 
-def decode(stored: StoredArray) -> jax.Array:
+def decode(stored: Scaled) -> jax.Array:
     """Returns the float32 array that was stored, to within its rounding."""
     values, scale = stored
     level = jnp.asarray(values, jnp.float32)
     if scale is None:
         return level
-    count = _LEVELS if values.dtype == jnp.int8 else _FLOAT8.largest
-    part = _fraction(jnp.abs(level) / count, values.dtype)
-    return jnp.copysign(part * _each(scale, values.shape), level)
+    fmt = format_of(values.dtype)
+    part = _fraction(jnp.abs(level) / fmt.largest, fmt)
+    return jnp.copysign(part * spread(scale, values.shape), level)
 
 
-def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
+def encode_onto(old: Scaled, x: jax.Array, key: jax.Array) -> Scaled:
     """Encodes `x` as `old` is; where `x` is what `old` decodes to, the bits are kept.
 
     So a step that changes nothing, because it is skipped or only adds to a sum, leaves no trace.
@@ -120,11 +106,11 @@ def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
     if old.scale is None:  # bfloat16 rounds its own values to themselves
         return encode(x, old.values.dtype, 1, key)
     dtype = old.values.dtype
-    level, scale = _levels(x, dtype, old.scale.shape[block_axis(x.shape)], key)
+    level, scale = _levels(x, format_of(dtype), old.scale.shape[block_axis(x.shape)], key)
     kept = _near(scale, old.scale)
-    same = _near(x, decode(old)) & _each(kept, x.shape)
+    same = _near(x, decode(old)) & spread(kept, x.shape)
     level = jnp.where(same, old.values.astype(jnp.float32), level)
-    return StoredArray(level.astype(dtype), jnp.where(kept, old.scale, scale))
+    return Scaled(level.astype(dtype), jnp.where(kept, old.scale, scale))
 
 
 def _near(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -132,30 +118,28 @@ def _near(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.abs(x - y) <= 4 * np.finfo(np.float32).eps * jnp.abs(y)
 
 
-def _levels(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _levels(x: jax.Array, fmt: Format, blocks: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the values to store in 8 bits, still in float32, and the scales."""
-    # As integers, the bits of magnitudes have the same order; infinities and NaNs are the largest.
-    magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
-    largest = jnp.max(_split(magnitude, blocks), axis=block_axis(x.shape))
-    amax = lax.bitcast_convert_type(largest, jnp.float32)
+    counts = list(x.shape)
+    counts[block_axis(x.shape)] = blocks
+    amax = largest(x, block_sizes(x.shape, counts))
     amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
-    scale = jnp.where(largest < _INFINITY, amax, np.float32(np.nan))
-    amax = _each(scale, x.shape)
+    scale = jnp.where(jnp.isfinite(amax), amax, np.float32(np.nan))
+    amax = spread(scale, x.shape)
     # XLA multiplies by the inverse, which would be subnormal, flushed to 0, from 8.5e37 on.
     within = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(2.0**32))
     fraction = jnp.abs(x) * within / jnp.where(amax > 0, amax * within, 1.0)
-    if dtype == jnp.int8:
-        count, step = jnp.float32(_LEVELS), jnp.float32(1)
-        position, smallest = jnp.sqrt(jnp.sqrt(fraction)) * count, step
+    count, smallest = jnp.float32(fmt.largest), jnp.float32(fmt.step)
+    if fmt.integer:
+        position, step = jnp.sqrt(jnp.sqrt(fraction)) * count, smallest
     else:
-        count = jnp.float32(_FLOAT8.largest)
-        position, smallest = fraction * count, jnp.float32(_FLOAT8.step)
-        exponent = lax.bitcast_convert_type(position, jnp.uint32) & _INFINITY
+        position = fraction * count
+        exponent = lax.bitcast_convert_type(position, jnp.uint32) & np.uint32(0x7F800000)
         power = lax.bitcast_convert_type(exponent, jnp.float32)
-        step = jnp.maximum(power * 2.0**-_FLOAT8.fraction_bits, smallest)
+        step = jnp.maximum(power * 2.0**-fmt.fraction_bits, smallest)
     below = jnp.floor(position / step) * step
     above = jnp.minimum(below + step, count)
-    low, high = _fraction(below / count, dtype), _fraction(above / count, dtype)
+    low, high = _fraction(below / count, fmt), _fraction(above / count, fmt)
     random = (_random_bits(key, x.shape) >> 8).astype(jnp.float32) * 2.0**-24
     level = jnp.where(random * (high - low) < fraction - low, above, below)
     level = jnp.where(fraction > 0, jnp.maximum(level, smallest), level)
@@ -182,23 +166,5 @@ def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return index
 
 
-def _fraction(root: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.square(jnp.square(root)) if dtype == jnp.int8 else root
-
-
-def _split(x: jax.Array, blocks: int) -> jax.Array:
-    """Splits the axis of blocks into two: block, and position in it; pads the last block with 0."""
-    axis = x.ndim + block_axis(x.shape)
-    size = -(-x.shape[axis] // blocks)
-    if missing := blocks * size - x.shape[axis]:
-        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-    return x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
-
-
-def _each(facts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a value per block to every element of the block."""
-    axis = len(shape) + block_axis(shape)
-    blocks, size = facts.shape[axis], -(-shape[axis] // facts.shape[axis])
-    around, inside = facts.shape[:axis], facts.shape[axis + 1 :]
-    x = jnp.broadcast_to(jnp.expand_dims(facts, axis + 1), (*around, blocks, size, *inside))
-    return x.reshape(*around, blocks * size, *inside)[(slice(None),) * axis + (slice(shape[axis]),)]
+def _fraction(root: jax.Array, fmt: Format) -> jax.Array:
+    return jnp.square(jnp.square(root)) if fmt.integer else root

@@ -27,9 +27,8 @@ from recipe_kit import (
 
 import jaxmp
 from jaxmp._autocast.products import blockwise
-from jaxmp._autocast.products.native import chip_for
 from jaxmp._preflight.compile_ahead import compile_ahead
-from jaxmp._speed import chip_of
+from jaxmp._speed import chip_for, chip_of
 from jaxmp._speed.target import parse_target
 from jaxmp.recipes import blockwise_float8, float8, mxfp8
 

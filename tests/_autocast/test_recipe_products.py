@@ -22,7 +22,8 @@ from recipe_kit import (
     worst_row,
 )
 
-from jaxmp._autocast.products.quantize import dequantize, quantize
+from jaxmp._autocast.products.quantize import quantize
+from jaxmp._scaled import dequantize
 from jaxmp.recipes import FORMATS, blockwise_float8, float8, int8, mxfp8, parse_recipe, products
 
 from support import relative, slow_when

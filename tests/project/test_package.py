@@ -23,10 +23,11 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
 ORDER = """
-    _printable _files _chips devices formats dtypes _chip_words _screen _flax _flax_classes _jaxprs
-    quantized tree recipes _speed policy_fields policy_string policy policies checkpoint_policies
-    _quantize _autocast _modules _training loss_scaling losses _prepare _audit _lock _preflight
-    _numerics numerics _parity testing pytest_plugin _command_functions cli __main__
+    _printable _files _chips devices formats _scaled dtypes _chip_words _screen _flax _flax_classes
+    _jaxprs quantized tree recipes _speed policy_fields policy_string policy policies
+    checkpoint_policies _quantize _autocast _modules _training loss_scaling losses _prepare _audit
+    _lock _preflight _numerics numerics _parity testing pytest_plugin _command_functions cli
+    __main__
 """
 LAYERS = ORDER.split()
 

@@ -32,6 +32,8 @@ from jaxmp._jaxprs.source import in_scope
 class Stored(NamedTuple):
     """A quantized weight, as values and scales with equally many axes.
 
+    No `Scaled`, which has arrays: these are variables of the jaxpr that a plan is of.
+
     Attributes:
       values: the variable of its values.
       scale: the variable of its scales.

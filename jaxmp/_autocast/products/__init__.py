@@ -2,6 +2,5 @@
 
 `quantize` makes 8-bit copies with scales. `derivative` has a contraction under a recipe, and its
 gradient, two more products; its kinds are a `product`, one in blocks (`blockwise`) and a `ragged`
-one. `native` finds the hardware that a program is traced for, `select` the contractions that a
-recipe multiplies.
+one. `select` finds the contractions that a recipe multiplies.
 """

@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.products.derivative import Pair
-from jaxmp._autocast.products.native import chip_for
 from jaxmp._autocast.products.product import Axes, ScaledProduct, Sides, sums_in
-from jaxmp._autocast.products.quantize import QuantizedOperand, convert, kept
+from jaxmp._autocast.products.quantize import quantize_blocks
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
-from jaxmp._quantize.rounding import EXPONENT_BITS
+from jaxmp._scaled import EXPONENT_BITS, Scaled, dequantize
+from jaxmp._speed import chip_for
 from jaxmp.recipes import Format
 
 
@@ -41,6 +41,11 @@ class Blocks(NamedTuple):
     sums: int
     e8m0: bool
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Their sizes along the axes of matrices."""
+        return (1, self.rows, self.sums)
+
 
 # By granularity: the blocks of activations and gradients, and those of weights.
 BLOCKS: Final = {
@@ -49,39 +54,10 @@ BLOCKS: Final = {
 }
 
 
-def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
-    """Quantizes matrices to 8 bits, with a scale for each block.
-
-    The scale is a power of two, so that quantizing twice does not round twice. It is rounded up;
-    OCP's conversion (MX 1.0, section 6.3) rounds down, and saturates.
-    """
-    values, scale, _ = convert(_split(x, blocks), fmt, (2, 4))
-    values = _join(values, x.shape)
-    scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
-    return QuantizedOperand(kept(values), scale)
-
-
 @jax.named_scope(CAST)
-def dequantize_blocks(x: QuantizedOperand, blocks: Blocks) -> Any:
-    """Returns the matrices in bfloat16: exact, but for subnormal values."""
-    scale = x.scale.astype(jnp.bfloat16)[:, :, None, :, None]
-    return _join(_split(x.values.astype(jnp.bfloat16), blocks) * scale, x.values.shape)
-
-
-def _split(x: Any, blocks: Blocks) -> Any:
-    """Splits matrices to ``[batch, row block, row, block of sums, sum]``; zeros fill the last."""
-    _, *sizes = x.shape
-    counts = [-(-n // size) for n, size in zip(sizes, blocks[:2], strict=True)]
-    missing = [c * size - n for c, n, size in zip(counts, sizes, blocks[:2], strict=True)]
-    if any(missing):
-        x = jnp.pad(x, [(0, 0), *((0, n) for n in missing)])
-    return x.reshape(x.shape[0], counts[0], blocks.rows, counts[1], blocks.sums)
-
-
-def _join(x: Any, shape: tuple[int, ...]) -> Any:
-    """Joins the blocks of `_split` to matrices of a shape."""
-    batch, rows, row, sums, in_block = x.shape
-    return x.reshape(batch, rows * row, sums * in_block)[:, : shape[1], : shape[2]]
+def _in_bfloat16(x: Scaled, blocks: Blocks) -> Any:
+    """Returns quantized matrices in bfloat16: exact, but for subnormal values."""
+    return dequantize(x, jnp.bfloat16, blocks.sizes)
 
 
 def _to_bits(scale: Any) -> Any:
@@ -95,9 +71,7 @@ def _from_bits(bits: Any) -> Any:
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
 
 
-def multiply_blocks(
-    a: QuantizedOperand, b: QuantizedOperand, blocks: tuple[Blocks, Blocks], dtype: Any
-) -> Any:
+def multiply_blocks(a: Scaled, b: Scaled, blocks: tuple[Blocks, Blocks], dtype: Any) -> Any:
     """Multiplies quantized matrices to ``[batch, rows of a, rows of b]``.
 
     Accumulated in float32. If all scales are e8m0 and the hardware multiplies such blocks natively,
@@ -105,13 +79,13 @@ def multiply_blocks(
     """
     sums = sums_in(dtype)
 
-    def emulated(a: QuantizedOperand, b: QuantizedOperand) -> Any:
-        left, right = (dequantize_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
+    def emulated(a: Scaled, b: Scaled) -> Any:
+        left, right = (_in_bfloat16(x, k) for x, k in zip((a, b), blocks, strict=True))
         dims = (((2,), (2,)), ((0,), (0,)))
         with jax.named_scope(f"{EMULATED}{a.values.dtype}"):
             return lax.dot_general(left, right, dims, preferred_element_type=sums)
 
-    def native(a: QuantizedOperand, b: QuantizedOperand) -> Any:
+    def native(a: Scaled, b: Scaled) -> Any:
         short = -a.values.shape[2] % blocks[0].sums
         left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
         down, across = (
@@ -119,7 +93,7 @@ def multiply_blocks(
         )
         out = _scaled_matmul(sums)(left, right, down, across)
         # JAX loses the mesh axes over which it varies.
-        varying = {axis for x in (*a[:2], *b[:2]) for axis in varying_axes(jax.typeof(x))}
+        varying = {axis for x in (*a, *b) for axis in varying_axes(jax.typeof(x))}
         missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
         return lax.pcast(out, missing, to="varying") if missing else out
 
@@ -167,17 +141,17 @@ class BlockProduct(ScaledProduct):
         """Returns the blocks, and the axes of the matrices that they split; see `Contraction`."""
         return self.blocks(of), *(axes[of] for axes in self.sides)
 
-    def copy(self, x: Any, of: int) -> QuantizedOperand:
+    def copy(self, x: Any, of: int) -> Scaled:
         """Quantizes an operand, to values of its shape, and scales by batch and block."""
-        copy = quantize_blocks(_matrices(x, self.sides, of), self.forward, self.blocks(of))
+        copy = quantize_blocks(_matrices(x, self.sides, of), self.forward, self.blocks(of).sizes)
         shape = [x.shape[i] for i in self.sides.order(of)]
         return copy._replace(values=_array(copy.values, shape, self.sides.order(of)))
 
-    def as_bits(self, copy: QuantizedOperand, of: int) -> QuantizedOperand:
+    def as_bits(self, copy: Scaled, of: int) -> Scaled:
         kept = super().as_bits(copy, of)
         return kept._replace(scale=_to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
 
-    def of_bits(self, kept: QuantizedOperand, of: int) -> QuantizedOperand:
+    def of_bits(self, kept: Scaled, of: int) -> Scaled:
         copy = super().of_bits(kept, of)
         return copy._replace(scale=_from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
 
@@ -196,30 +170,30 @@ class BlockProduct(ScaledProduct):
             return super().gradient(of, g, other, sizes)
         sides, _ = self.sides.gradient(of)
         blocks = self.blocks(1 - of)._replace(rows=1), self.blocks(1 - of)
-        left = quantize_blocks(_matrices(g, sides, 0), fmt, blocks[0])
+        left = quantize_blocks(_matrices(g, sides, 0), fmt, blocks[0].sizes)
         out = multiply_blocks(left, self._transposed(other, 1 - of, fmt), blocks, self.dtype)
-        shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
+        shape = other.values.shape if isinstance(other, Scaled) else other.shape
         rows = [g.shape[i] for i in sides.batch[0] + sides.free[0]]
         summed = [shape[i] for i in self.sides.contracted[1 - of]]
         return _array(out, rows + summed, self.sides.order(of))
 
-    def _transposed(self, x: Any, of: int, fmt: Format) -> QuantizedOperand:
+    def _transposed(self, x: Any, of: int, fmt: Format) -> Scaled:
         """Returns an operand's matrices transposed, as the other operand's gradient contracts them.
 
         Square blocks stay unchanged. Others are quantized again, in blocks along the new sums.
         """
         blocks, x = self.blocks(of), _matrices(x, self.sides, of)
-        if isinstance(x, QuantizedOperand):
+        if isinstance(x, Scaled):
             if blocks.rows == blocks.sums:
-                return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
-            x = dequantize_blocks(x, blocks)
-        return quantize_blocks(jnp.swapaxes(x, 1, 2), fmt, blocks)
+                return Scaled(*(jnp.swapaxes(v, 1, 2) for v in x))
+            x = _in_bfloat16(x, blocks)
+        return quantize_blocks(jnp.swapaxes(x, 1, 2), fmt, blocks.sizes)
 
 
 def _matrices(x: Any, sides: Sides, of: int) -> Any:
     """Returns an operand, or its copy, as matrices: its free axes are their rows."""
-    if isinstance(x, QuantizedOperand):
-        return QuantizedOperand(_matrices(x.values, sides, of), x.scale)
+    if isinstance(x, Scaled):
+        return Scaled(_matrices(x.values, sides, of), x.scale)
     parts = sides.batch[of], sides.free[of], sides.contracted[of]
     sizes = [math.prod(x.shape[i] for i in axes) for axes in parts]
     return jnp.transpose(x, sides.order(of)).reshape(sizes)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
@@ -18,8 +17,9 @@ from jax.sharding import NamedSharding
 from jaxmp._autocast.bind import Dot
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import Step
-from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
+from jaxmp._autocast.products.quantize import quantize
 from jaxmp._jaxprs.attributes import explicit_sharding, refuses_forward_mode
+from jaxmp._scaled import Scaled
 from jaxmp.recipes import FORMATS, Format, Recipe
 
 Pair = tuple[Any, Any]
@@ -31,10 +31,12 @@ class Copy(NamedTuple):
     Attributes:
       array: the copy that is multiplied.
       kept: the copy that is saved for the backward pass: made once, whatever reads it.
+      mark: a zero that is differentiated if the operand is; see `_once`.
     """
 
-    array: QuantizedOperand
-    kept: QuantizedOperand
+    array: Scaled
+    kept: Scaled
+    mark: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,35 +98,35 @@ class Contraction(abc.ABC):
             return None
         copy = self.copy(lax.stop_gradient(x), of)
         mark = jnp.sum(x[:0], dtype=jnp.float32)  # of no elements: zero, differentiated if x is
-        return Copy(copy, self.as_bits(copy, of)._replace(mark=mark))
+        return Copy(copy, self.as_bits(copy, of), mark)
 
-    def copy(self, x: Any, of: int) -> QuantizedOperand:
+    def copy(self, x: Any, of: int) -> Scaled:
         """Quantizes an operand to 8 bits."""
         return quantize(x, self.forward, self.shared(of))
 
-    def as_bits(self, copy: QuantizedOperand, _of: int) -> QuantizedOperand:
-        """Returns the copy of an operand as it is saved for the backward pass: as 8-bit integers.
+    def as_bits(self, copy: Scaled, _of: int) -> Scaled:
+        """Returns the copy of an operand as it is saved for the backward pass: as integers.
 
         `jax.checkpoint` rounds the floats that it saves to their own format, to keep XLA from
         computing with more precision; but the e4m3 of `lax.reduce_precision` ends at 240, and
         larger values become NaN.
         """
-        if copy.values.dtype == np.int8:
+        if self.forward.integer:
             return copy
-        return copy._replace(values=lax.bitcast_convert_type(copy.values, np.uint8))
+        bits = lax.bitcast_convert_type(copy.values, f"uint{self.forward.bits}")
+        return copy._replace(values=bits)
 
-    def of_bits(self, kept: QuantizedOperand, _of: int) -> QuantizedOperand:
+    def of_bits(self, kept: Scaled, _of: int) -> Scaled:
         """Returns the copy of an operand that `as_bits` was given."""
-        if kept.values.dtype == np.int8:
+        if self.forward.integer:
             return kept
-        dtype = np.dtype(self.forward.name)
-        return kept._replace(values=lax.bitcast_convert_type(kept.values, dtype))
+        return kept._replace(values=lax.bitcast_convert_type(kept.values, self.forward.dtype))
 
     def saved(self, x: Any, copy: Copy | None, of: int) -> Any:
         """Returns the residual of an operand: in the format that its reader needs, if narrower."""
         fmt = self.backward(1 - of)
         if fmt.scaled:
-            return x if copy is None else copy.kept
+            return x if copy is None else (copy.kept, copy.mark)
         return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
 
 
@@ -206,8 +208,8 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
     """
 
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
-        if isinstance(other, QuantizedOperand):
-            other = product.of_bits(other, 1 - of)
+        if isinstance(other, tuple):
+            other = product.of_bits(other[0], 1 - of)
         return product.gradient(of, g, other, sizes)
 
     def refused(_primals: Any, _tangents: Any) -> Any:

@@ -13,9 +13,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.products.derivative import Contraction, Pair
-from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
+from jaxmp._autocast.products.quantize import quantize
 from jaxmp._jaxprs.float32_dot import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
+from jaxmp._scaled import Scaled
+from jaxmp.formats import format_of
 from jaxmp.recipes import FORMATS, Format
 
 Axes = tuple[int, ...]
@@ -103,7 +105,7 @@ class ScaledProduct(Contraction):
         fmt = self.backward(of)
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, self.dtype, sharding), order)
-        if not isinstance(other, QuantizedOperand):
+        if not isinstance(other, Scaled):
             axes = range(other.ndim) if self.folds else sides.contracted[1]
             other = quantize(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
         elif not self.folds:
@@ -117,8 +119,8 @@ class ScaledProduct(Contraction):
 
     def multiply_scaled(
         self,
-        a: QuantizedOperand,
-        b: QuantizedOperand,
+        a: Scaled,
+        b: Scaled,
         sides: Sides,
         sharding: NamedSharding | None = None,
         precision: lax.Precision = lax.Precision.DEFAULT,
@@ -132,7 +134,7 @@ class ScaledProduct(Contraction):
           sharding: the sharding of the result, if that is explicit in its type.
           precision: the highest accumulates in float32 on hardware that may accumulate in less.
         """
-        sums = np.dtype(np.int32) if a.values.dtype == np.int8 else sums_in(self.dtype)
+        sums = np.dtype(np.int32) if format_of(a.values.dtype).integer else sums_in(self.dtype)
         out = lax.dot_general(
             a.values,
             b.values,

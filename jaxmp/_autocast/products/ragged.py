@@ -13,8 +13,10 @@ from jax import lax
 
 from jaxmp._autocast.products.derivative import Contraction, Pair
 from jaxmp._autocast.products.product import Axes, scaled
-from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
+from jaxmp._autocast.products.quantize import quantize
 from jaxmp._jaxprs.scopes import CAST
+from jaxmp._scaled import Scaled
+from jaxmp.formats import format_of
 from jaxmp.recipes import FORMATS, Format
 
 # rows[m, k] times matrices[g, k, n]; its gradients, by the rows and by the matrices.
@@ -48,7 +50,7 @@ class RaggedProduct(Contraction):
         numbers, fmt = (_BY_MATRICES if of else _BY_ROWS), self.backward(of)
         if not fmt.scaled:
             return self._plain(*((other, g) if of else (g, other)), sizes, numbers, fmt)
-        if not isinstance(other, QuantizedOperand):
+        if not isinstance(other, Scaled):
             as_forward = FORMATS[self.recipe.operand_of(fmt.short)]
             other = quantize(other, as_forward, self.shared(1 - of))
         if self.recipe.granularity == "tensor":
@@ -83,8 +85,8 @@ def _ragged(
     )
 
 
-def _sums(x: QuantizedOperand) -> Any:
-    return np.int32 if x.values.dtype == np.int8 else np.float32
+def _sums(x: Scaled) -> Any:
+    return np.int32 if format_of(x.values.dtype).integer else np.float32
 
 
 @jax.named_scope(CAST)

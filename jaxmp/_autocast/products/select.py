@@ -13,7 +13,6 @@ from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import Value
 from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.products.derivative import Contraction, QuantizedDot
-from jaxmp._autocast.products.native import chip_for
 from jaxmp._autocast.products.product import ScaledProduct, Sides
 from jaxmp._autocast.products.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
@@ -22,7 +21,7 @@ from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import contracted, free_sizes, product_axes, ragged_axes
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
-from jaxmp._speed import fastest_recipe, pays
+from jaxmp._speed import chip_for, fastest_recipe, pays
 from jaxmp.recipes import Recipe
 
 # Matrix units multiply 8-bit operands in blocks of so many: sizes must be multiples.

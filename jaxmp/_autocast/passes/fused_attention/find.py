@@ -35,13 +35,12 @@ from jaxmp._autocast.passes.stored_weights import StoredDot
 from jaxmp._autocast.passes.value_refs import Axes, Inlined, ValueRef, evaluate, leaves
 from jaxmp._autocast.plan import Op, Plan, Step
 from jaxmp._autocast.products.derivative import QuantizedDot
-from jaxmp._autocast.products.native import chip_for
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.source import is_backward
-from jaxmp._speed import Chip
+from jaxmp._speed import Chip, chip_for
 
 READ = "something else reads its scores or its probabilities"
 BACKWARD = ", as a backward pass does: transform the function first, and then take its gradient"
