@@ -7,7 +7,7 @@
     python benchmarks/autocast_aot.py --models cnn --no-prefetch
     python benchmarks/autocast_aot.py --models lm --target tpu-v5e gpu-h100 --recompute
     python benchmarks/autocast_aot.py --models gpt2 --target gpu-b200 --peers
-    python benchmarks/autocast_aot.py --models cnn --rows hand mixed_bfloat16,ops=max:full
+    python benchmarks/autocast_aot.py --models cnn --rows hand mixed_bfloat16,ops=max:full_precision
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
 

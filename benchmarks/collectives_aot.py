@@ -22,10 +22,10 @@ is listed, with what it says.
 Goals, for what jaxmp compiles for GPUs (XLA for TPUs narrows every gather by itself):
 
 * FSDP gathers matrices in 0.5 x float32's bytes, exactly, and all weights in 0.50 x: by hand too,
-  the vectors of LayerNorm cross in float32. Missed but for `ops=gather:low`: without it the rows of
-  a table are read as they are stored, and so it crosses. What is not a weight is told apart: XLA
-  gathers one of the two gradients of a table that is used twice, after it has reduced it, to add
-  the other to it;
+  the vectors of LayerNorm cross in float32. Missed but for `ops=gather:compute`: without it the
+  rows of a table are read as they are stored, and so it crosses. What is not a weight is told
+  apart: XLA gathers one of the two gradients of a table that is used twice, after it has reduced
+  it, to add the other to it;
 * gradients are reduced wholly in the dtype asked for (scalars, such as the loss, aside);
 * no weight is gathered more often than by hand;
 * nothing is multiplied in float32;
@@ -67,8 +67,8 @@ FLOAT32, BY_HAND = "float32", "by hand"
 POLICIES = {
     "mixed_bfloat16": "float32",
     "mixed_bfloat16,reduce=bfloat16": "bfloat16",
-    "mixed_bfloat16,ops=gather:low": "float32",
-    "mixed_bfloat16,ops=gather:low,reduce=bfloat16": "bfloat16",
+    "mixed_bfloat16,ops=gather:compute": "float32",
+    "mixed_bfloat16,ops=gather:compute,reduce=bfloat16": "bfloat16",
 }
 # The bytes of a few scalars. Reductions of no more are not of gradients.
 SCALARS = 64

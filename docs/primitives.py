@@ -25,7 +25,7 @@ TOP = """\
 # Primitives by policy
 
 Which dtype each of JAX's primitives runs in under autocast. Change one with `ops=`:
-`"mixed_bfloat16,ops=exp:follow"` puts `exp` into the class `follow`. This page is written by
+`"mixed_bfloat16,ops=exp:promote"` puts `exp` into the class `promote`. This page is written by
 `python docs/primitives.py`.
 """
 
@@ -46,32 +46,32 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "low": Kind(
+    "compute": Kind(
         "Compute dtype",
         "Multiply in the policy's compute dtype, and accumulate in float32.",
         "dot_general",
         lambda w, x: x @ w,
     ),
-    "full": Kind(
+    "full_precision": Kind(
         "Always float32",
         "Numerically sensitive. Under `softmax=bf16`, a softmax but its sum runs in 16 bits.",
         "exp",
         lambda w, x: jnp.exp(x @ w) @ w,
     ),
-    "follow": Kind(
+    "promote": Kind(
         "Dtype of the operands",
         "In 16 bits if an operand is and a matmul wants the result, by [these "
         "rules](../concepts/plan.md#when-a-float32-value-is-narrowed); otherwise in float32.",
         "tanh",
         lambda w, x: jnp.tanh(x @ w) @ w,
     ),
-    "transparent": Kind(
+    "move": Kind(
         "No arithmetic",
         "In the dtype of the value, or of the matmul that reads it.",
         "rev",
         lambda w, x: jnp.flip(x @ w) @ w,
     ),
-    "own": Kind(
+    "as_written": Kind(
         "As written",
         "Never changed: every primitive that is on no list above.",
         "fft",
@@ -88,7 +88,7 @@ def page() -> str:
     parts = [TOP, "".join(f"| {' | '.join(row)} |\n" for row in rows)]
     for name, kind in KINDS.items():
         parts += [f"## {kind.heading}\n", f"Class `{name}`. {kind.text}\n"]
-        if name != "own":
+        if name != "as_written":
             primitives = ", ".join(f"`{primitive}`" for primitive in sorted(of_kind(name)))
             parts += [textwrap.fill(primitives, 120, break_on_hyphens=False) + "\n"]
     return "\n".join(parts)

@@ -155,10 +155,10 @@ def of_any_layer(text: str) -> str:
 
 def _in_one(paths: Sequence[str], numbers: re.Pattern[str]) -> str:
     count = len(set(paths))
-    return common(paths, numbers) + (f" ×{count}" if count > 1 else "")
+    return merged_text(paths, numbers) + (f" ×{count}" if count > 1 else "")
 
 
-def common(texts: Sequence[str], numbers: re.Pattern[str] = OF_LAYER) -> str:
+def merged_text(texts: Sequence[str], numbers: re.Pattern[str] = OF_LAYER) -> str:
     """Merges sentences that are equal `of_any_layer`: ``*`` for the numbers that differ."""
     split = [numbers.split(text) for text in texts]
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
@@ -257,11 +257,11 @@ def listed(heading: str, lines: Iterable[str], limit: int) -> list[str]:
     return [f"{heading if not i else '':{_HEADING - 1}} {line}" for i, line in enumerate(shown)]
 
 
-def fitted(blocks: Iterable[Sequence[str]], room: int, what: str) -> list[str]:
+def truncated(blocks: Iterable[Sequence[str]], room: int, what: str) -> list[str]:
     """Returns the first blocks, of one line or several, that fit in `room`; counts the others.
 
     Example:
-      >>> fitted([["a", "b"], "c", "d"], 3, "letter")
+      >>> truncated([["a", "b"], "c", "d"], 3, "letter")
       ['a', 'b', '… and 2 more letters']
     """
     blocks = [[block] if isinstance(block, str) else block for block in blocks]

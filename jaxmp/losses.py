@@ -140,7 +140,7 @@ def linear_cross_entropy(
         return losses if where is None else jnp.where(where, losses, 0)
 
     # The casts are here: under a policy, nothing is to be narrowed.
-    marked = in_region(as_written, get_policy("float32"), keeps_as_around=True)
+    marked = in_region(as_written, get_policy("float32"), keep_outer=True)
     return marked(x, table, labels, bias, where)
 
 

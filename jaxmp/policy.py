@@ -99,11 +99,11 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         a recipe, or `ops` is not such a mapping.
 
     Example:
-      >>> policy = Policy(compute_dtype="bfloat16", ops={"exp": "follow"})
+      >>> policy = Policy(compute_dtype="bfloat16", ops={"exp": "promote"})
       >>> policy
-      get_policy('mixed_bfloat16,ops=exp:follow')
+      get_policy('mixed_bfloat16,ops=exp:promote')
       >>> str(policy)
-      'mixed_bfloat16,ops=exp:follow'
+      'mixed_bfloat16,ops=exp:promote'
     """
 
     param_dtype: DTypeLike = jnp.float32
@@ -362,8 +362,8 @@ def get_policy(spec: PolicyLike) -> Policy | PolicyMap:
       dtype;
     * either of them with refinements: "mixed_bfloat16,softmax=bf16", "mixed_bfloat16,reduce=bf16",
       "mixed_bfloat16,residuals=recompute", "mixed_bfloat16,attention=fused",
-      "mixed_float16,saturate=true,ops=exp:follow|my_primitive:full". In the names of primitives
-      "%3A" stands for ":" and so on, as in a URL.
+      "mixed_float16,saturate=true,ops=exp:promote|my_primitive:full_precision". In the names of
+      primitives "%3A" stands for ":" and so on, as in a URL.
 
     As a dtype, "half" is bfloat16 where the default device multiplies it natively, else float16;
     see `jaxmp.dtypes.half_dtype`. So is the compute dtype of "mixed_half". The policy has the one

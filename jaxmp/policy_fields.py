@@ -17,7 +17,7 @@ from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
 from jaxmp.recipes import Recipe, check_goes_with, parse_matmul
 
 # The classes that `Policy.ops` may give a primitive; `jaxmp.autocast` says what each one means.
-OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
+OP_CLASSES: Final = ("compute", "full_precision", "promote", "move", "as_written")
 
 # The values of `Policy.residuals`.
 RESIDUALS: Final = ("save", "recompute")
@@ -147,18 +147,21 @@ def _read_ops(ops: Any, what: str) -> tuple[tuple[str, str], ...]:
             raise TypeError(
                 f"Policy: a key of ops must be a primitive or its name; got {shown(name)}."
             )
-        if not name.isprintable():
-            raise ValueError(f"{what} has {shown(name)}, which no primitive is called.")
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise ValueError(f"{what} has {shown(name)}, which is not Unicode text.")
         if op_class not in OP_CLASSES:
-            raise ValueError(
-                f"{what} gives {shown(name)} the unknown class {shown(op_class)}; the classes are "
-                f"{', '.join(OP_CLASSES)}."
-            )
+            raise ValueError(f"{what} gives {shown(name)} the {_unknown(op_class)}.")
         if normalized.setdefault(name, op_class) != op_class:
             raise ValueError(
                 f"{what} gives {shown(name)} two classes, {normalized[name]!r} and {op_class!r}."
             )
     return tuple(sorted(normalized.items()))
+
+
+def _unknown(op_class: object) -> str:
+    renamed = {"low": 0, "full": 1, "follow": 2, "transparent": 3, "own": 4}
+    hint = f", which is {OP_CLASSES[renamed[op_class]]} now" if op_class in renamed else ""
+    return f"unknown class {shown(op_class)}{hint}; the classes are {', '.join(OP_CLASSES)}"
 
 
 def _parse_ops(value: Piece) -> dict[str, str]:
@@ -169,10 +172,7 @@ def _parse_ops(value: Piece) -> dict[str, str]:
             raise MalformedError(piece, f"expected primitive:class, got {shown(piece.text)}")
         [op_class] = classes
         if op_class.text not in OP_CLASSES:
-            expected = (
-                f"unknown class {shown(op_class.text)}; the classes are {', '.join(OP_CLASSES)}"
-            )
-            raise MalformedError(op_class, expected)
+            raise MalformedError(op_class, _unknown(op_class.text))
         if unquote(name.text) in ops:
             raise MalformedError(name, f"the primitive {shown(name.text)} is set twice")
         ops[unquote(name.text)] = op_class.text

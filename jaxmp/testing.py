@@ -30,16 +30,21 @@ from jaxmp.recipes import FORMATS
 
 __all__ = [
     "PrecisionError",
-    "assert_in_step",
     "assert_precision_locked",
     "assert_products_in",
+    "assert_replicas_equal",
     "tolerance",
 ]
+
+_RENAMED = {
+    "assert_contractions_in": "assert_products_in",
+    "assert_in_step": "assert_replicas_equal",
+}
 
 if not TYPE_CHECKING:  # a type checker knows what is there
 
     def __getattr__(name: str) -> object:
-        hint = "; it is assert_products_in" if name == "assert_contractions_in" else ""
+        hint = f"; it is {_RENAMED[name]}" if name in _RENAMED else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
 
 
@@ -83,7 +88,7 @@ def assert_products_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[...
     return check
 
 
-def assert_in_step(tree: Any) -> None:
+def assert_replicas_equal(tree: Any) -> None:
     """Raises unless all devices that are to hold the same values do, bit by bit.
 
     Where a sharding says that an array, or a part of it, is on several devices, each has a copy of
@@ -106,10 +111,12 @@ def assert_in_step(tree: Any) -> None:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> state = jax.device_put({"w": jnp.ones(8)}, NamedSharding(mesh, PartitionSpec()))
       >>> if jax.device_count() > 1:
-      ...     jaxmp.testing.assert_in_step(state)
+      ...     jaxmp.testing.assert_replicas_equal(state)
     """
     if any(map(is_tracer, jax.tree.leaves(tree))):
-        raise TypeError("assert_in_step: reads values, so call it outside jit, on the new state.")
+        raise TypeError(
+            "assert_replicas_equal: reads values, so call it outside jit, on the new state."
+        )
     compared, apart = 0, list[str]()
     for copies in copies_in(tree):
         compared += 1
@@ -117,16 +124,17 @@ def assert_in_step(tree: Any) -> None:
             apart.append(f"  {copies.path or 'the array'}: {copies.elements()}")
     if not compared:
         raise ValueError(
-            "assert_in_step: no array in it is on several devices of this process, so there is "
-            "nothing to compare."
+            "assert_replicas_equal: no array in it is on several devices of this process, so there "
+            "is nothing to compare."
         )
     if apart:
         more = [f"  and {len(apart) - 8} more"] if len(apart) > 8 else []
         lines = "\n".join([*apart[:8], *more])
         raise AssertionError(
-            f"assert_in_step: devices that are to hold the same values do not:\n{lines}\nUnder "
-            "jax.shard_map, average gradients over devices (jax.lax.pmean) before the optimizer's "
-            "update, leave axis_name out of dynamic_loss_scale, and let JAX check (check_vma=True)."
+            f"assert_replicas_equal: devices that are to hold the same values do not:\n{lines}\n"
+            "Under jax.shard_map, average gradients over devices (jax.lax.pmean) before the "
+            "optimizer's update, leave axis_name out of dynamic_loss_scale, and let JAX check "
+            "(check_vma=True)."
         )
 
 

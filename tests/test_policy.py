@@ -164,7 +164,7 @@ def test_each_field_tells_policies_apart():
         "output_dtype": "bf16",
         "softmax_dtype": "bf16",
         "saturate": True,
-        "ops": {"exp": "low"},
+        "ops": {"exp": "compute"},
     }
     others = [dataclasses.replace(base, **{name: value}) for name, value in changed.items()]
     assert len({base, *others}) == 7
@@ -213,10 +213,14 @@ def test_softmax_is_float32_or_the_compute_dtype():
 
 def test_ops_take_primitives_and_names_in_any_order():
     mine = Primitive("my_primitive")
-    ops = {"tanh": "full", lax.exp_p: "follow", mine: "own"}
+    ops = {"tanh": "full_precision", lax.exp_p: "promote", mine: "as_written"}
     policy = Policy("f32", "bf16", "f32", ops=ops)
-    ops["tanh"] = "low"  # it does not follow the caller's dictionary
-    assert policy.ops == (("exp", "follow"), ("my_primitive", "own"), ("tanh", "full"))
+    ops["tanh"] = "compute"  # it does not follow the caller's dictionary
+    assert policy.ops == (
+        ("exp", "promote"),
+        ("my_primitive", "as_written"),
+        ("tanh", "full_precision"),
+    )
     again = Policy("f32", "bf16", "f32", ops=dict(reversed(policy.ops)))
     assert policy == again
     assert hash(policy) == hash(again)
@@ -224,14 +228,18 @@ def test_ops_take_primitives_and_names_in_any_order():
 
 
 def test_ops_that_say_nothing_are_refused():
-    unknown = r"ops gives 'exp' the unknown class 'half'; the classes are low, full, follow, .*own"
+    unknown = r"ops gives 'exp' the unknown class 'half'; the classes are compute, .*as_written"
     key = "a key of ops must be a primitive or its name"
     no_mapping = "Policy: ops takes a mapping from primitives"
     for ops, error, message in (
         ({lax.exp_p: "half"}, ValueError, unknown),
-        ({lax.exp_p: "low", "exp": "full"}, ValueError, "ops gives 'exp' two classes, 'low' and"),
-        *(({k: "low"}, TypeError, key) for k in (jnp.exp, "", 3, None)),
-        *((o, TypeError, no_mapping) for o in ("exp:low", ["exp"], 3, {"exp"}, ("exp",))),
+        (
+            {lax.exp_p: "compute", "exp": "full_precision"},
+            ValueError,
+            "ops gives 'exp' two classes, 'compute' and",
+        ),
+        *(({k: "compute"}, TypeError, key) for k in (jnp.exp, "", 3, None)),
+        *((o, TypeError, no_mapping) for o in ("exp:compute", ["exp"], 3, {"exp"}, ("exp",))),
         ((("exp",),), TypeError, no_mapping),
     ):
         with pytest.raises(error, match=message):
@@ -271,10 +279,10 @@ def test_what_a_spec_means():
         ("mixed_bfloat16,softmax=f32", Policy("f32", "bf16", "f32")),
         ("softmax=f16,c=f16,o=f32", low("f16")),
         (
-            "mixed_float16,ops=exp:follow|my_prim:full",
-            low(ops={"exp": "follow", "my_prim": "full"}),
+            "mixed_float16,ops=exp:promote|my_prim:full_precision",
+            low(ops={"exp": "promote", "my_prim": "full_precision"}),
         ),
-        ("bf16, ops = a%3Ab : low", Policy("bf16", "bf16", "bf16", ops={"a:b": "low"})),
+        ("bf16, ops = a%3Ab : compute", Policy("bf16", "bf16", "bf16", ops={"a:b": "compute"})),
     ):
         assert get_policy(spec) == expected, spec
 
@@ -363,10 +371,11 @@ MALFORMED = [
     ("p=f32,c=int8", 8, "c: takes a real floating dtype"),
     ("p=f32,params=f16", 6, "param_dtype is set twice"),
     ("mixed_bfloat16,ops=exp", 19, "expected primitive:class, got 'exp'"),
-    ("mixed_bfloat16,ops=exp:low|", 27, "expected primitive:class, got ''"),
-    ("mixed_bfloat16,ops=a:b:low", 19, "expected primitive:class"),
-    ("mixed_bfloat16,ops=exp:half", 23, "unknown class 'half'; the classes are low, "),
-    ("mixed_bfloat16,ops=exp:low|exp:full", 27, "the primitive 'exp' is set twice"),
+    ("mixed_bfloat16,ops=exp:compute|", 31, "expected primitive:class, got ''"),
+    ("mixed_bfloat16,ops=a:b:compute", 19, "expected primitive:class"),
+    ("mixed_bfloat16,ops=exp:half", 23, "unknown class 'half'; the classes are compute, "),
+    ("mixed_bfloat16,ops=exp:follow", 23, "unknown class 'follow', which is promote now; "),
+    ("mixed_bfloat16,ops=exp:compute|exp:full_precision", 31, "the primitive 'exp' is set twice"),
     ("mixed_float16,saturate=1", 23, "expected true or false, got"),
     ("mixed_float16,saturate=yes", 23, "expected true or false, got"),
     ("mixed_float16,saturate=true,saturate=true", 28, "saturate is set twice"),

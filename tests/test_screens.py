@@ -255,7 +255,7 @@ class Sample(_screen.Report):
         yield ["the answer."]
         yield {"lost": list("abcdefghi"), "found": (), "policy": MIXED}
         yield []
-        yield lambda room: _screen.fitted([["row", "x" * 130]] * 30, room, "row")
+        yield lambda room: _screen.truncated([["row", "x" * 130]] * 30, room, "row")
         yield ["everything" if verbose else "the rest"]
 
 
@@ -352,8 +352,8 @@ def test_layers_that_differ_in_their_number_are_one_row() -> None:
         ("['layers'][11]['w']", "['layers'][*]['w']"),
     ):
         assert _screen.of_any_layer(text) == general, "numbers of sizes are not those of layers"
-    common = _screen.common(["the argument [0]['h_1']", "the argument [0]['h_2']"])
-    assert common.endswith("['h_*']")
+    merged_text = _screen.merged_text(["the argument [0]['h_1']", "the argument [0]['h_2']"])
+    assert merged_text.endswith("['h_*']")
 
 
 # --- some rows -----------------------------------------------------------------------------------

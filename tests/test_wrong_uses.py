@@ -118,9 +118,9 @@ WRONG: dict[str, tuple[Any, type, str]] = {
         "store_state: block_size=64 is of 8 bits",
     ),
     "a primitive of no name": (
-        lambda: jaxmp.get_policy("mixed_bfloat16,ops=ma\udcd7x:full"),
+        lambda: jaxmp.get_policy("mixed_bfloat16,ops=ma\udcd7x:full_precision"),
         ValueError,
-        r"ops has 'ma\\udcd7x', which no primitive is called",
+        r"ops has 'ma\\udcd7x', which is not Unicode text",
     ),
     "a key for masters": (
         lambda: jaxmp.master_weights(ADAM, key=3),

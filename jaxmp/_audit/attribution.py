@@ -101,7 +101,7 @@ class Judge:
             return intended("in a region that a policy or the author keeps float32")
         if (asked := author_keeps(eqn)) is not None:
             return intended(str(asked))
-        if place.within and classify(place.within, {}) == "own":
+        if place.within and classify(place.within, {}) == "as_written":
             return intended(f"inside {place.within}, which autocast leaves as written")
         if place.within and not upcasts:
             what = f"inside {place.within}, which autocast does not know and leaves as written"

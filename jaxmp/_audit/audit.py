@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, matmul_dims, nbytes
 from jaxmp._audit.facts import FLOAT32, LOW, Known
-from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, UNSAID, Finding
+from jaxmp._audit.findings import FIXES, LEAVE_PRECISION_OUT, OF_BYTES, OVERRULED, Finding
 from jaxmp._audit.follow import Observed, follow
 from jaxmp._audit.logits import Logits
 from jaxmp._audit.place import is_ours
@@ -145,7 +145,7 @@ def _report(
         for operation in auditor.precise:
             where = operation.source, operation.path
             what = "no product is narrowed: those that could be ask for a precision of their own"
-            auditor.note(OVERRULED, what, operation, where, fix=UNSAID)
+            auditor.note(OVERRULED, what, operation, where, fix=LEAVE_PRECISION_OUT)
     for kind, what, operations in (
         (OVERRULED, overruled, products if overruled else []),
         *auditor.scaling.of_program(),
@@ -333,7 +333,7 @@ class _Auditor:
         low = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars)} & LOW
         if not low or seen.out.narrowed or operation.op in _FEW_TERMS:
             return
-        if classify(operation.op, eqn.params) == "full":
+        if classify(operation.op, eqn.params) == "full_precision":
             what = f"{operation.op} runs in {min(str(d) for d in low)}"
             self.note("sensitive-low", what, operation)
 

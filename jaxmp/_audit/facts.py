@@ -197,7 +197,7 @@ def name_of(at: Place, known: list[Known]) -> ValueName:
 
 def _moves(at: Place) -> bool:
     """Returns whether an equation only moves values."""
-    return classify(at.eqn.primitive.name, at.eqn.params) == "transparent"
+    return classify(at.eqn.primitive.name, at.eqn.params) == "move"
 
 
 # Each fact of a value that is one of two.
@@ -211,8 +211,8 @@ def _same(a: Any, b: Any) -> Any:
     return a if a == b else None
 
 
-# The analyses, by the field of `Known`: the fact of an equation's results, given its place and what
-# is known of its operands, and that of a value that is one of two, given theirs.
+# Each analysis, by the field of `Known`: the fact of an equation's results, given its place and
+# what is known of its operands, and that of a value that is one of two, given theirs.
 Analysis = tuple[Callable[[Place, list[Known]], Any], Callable[[Any, Any], Any]]
 ANALYSES: dict[str, Analysis] = {
     "why": (_why, _first),

@@ -68,7 +68,9 @@ FIXES = {
 }
 
 # The fix for products that have a precision of their own.
-UNSAID = "leave precision= out where the layer or product is written, and the policy decides"
+LEAVE_PRECISION_OUT = (
+    "leave precision= out where the layer or product is written, and the policy decides"
+)
 
 # The number of places shown for a group of alike findings.
 _PLACES = 4
@@ -128,14 +130,14 @@ def on_a_screen(groups: Sequence[Sequence[Finding]], room: int) -> list[str]:
     intended = [_block("- ", group) for group in groups[len(faults) :]]
     if intended:
         intended[0] = ["On purpose:", *intended[0]]
-    return _screen.fitted([*blocks, *intended], room, "finding")
+    return _screen.truncated([*blocks, *intended], room, "finding")
 
 
 def _block(bullet: str, group: Sequence[Finding]) -> list[str]:
     """Formats what the findings of a group have in common, their places, and the fix."""
     first, indent = group[0], len(bullet)
     share = sum(f.share for f in group)
-    what = _screen.common([f.what for f in group])
+    what = _screen.merged_text([f.what for f in group])
     title = f"{bullet}{KINDS[first.kind]}, {share:.1%} of the {first.unit}: "
     places = _screen.merged(group, lambda f: f.source, lambda f: f.path)
     places.sort(key=lambda place: _cost(place[1]), reverse=True)
@@ -147,10 +149,10 @@ def _block(bullet: str, group: Sequence[Finding]) -> list[str]:
             for path, of in places
         ]
         lines = _screen.wrapped(f"{title}{what}", hanging=indent)
-        *listed, last = _screen.fitted(shown, _PLACES, "place")
+        *listed, last = _screen.truncated(shown, _PLACES, "place")
         lines += [*listed, last if last.startswith(" ") else f"{' ' * (indent + 8)}{last}"]
     if first.kind in FAULTS:
-        fix = _screen.common([f.fix for f in group])
+        fix = _screen.merged_text([f.fix for f in group])
         lines += _screen.wrapped(f"fix: {fix}", indent, hanging=indent + 5)
     return lines
 

@@ -21,8 +21,8 @@ ZEROS: Final = "zeros"
 Degree = int | Literal["zeros"] | None
 
 # Primitives whose results have the same power as each of their operands.
-_LINEAR = flagged(Flag.LINEAR) | of_kind("transparent")
-_PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *of_kind("low")])
+_LINEAR = flagged(Flag.LINEAR) | of_kind("move")
+_PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *of_kind("compute")])
 
 
 def alike(degrees: Iterable[Degree]) -> Degree:

@@ -18,7 +18,7 @@ from jaxmp._jaxprs.primitive_table import of_kind
 
 _MORE = "All of them: to_text(verbose=True), or .findings and .operations; --all on a command line."
 # Primitives that compute; derivative rules of autocast's own rematerialize casts and masks as well.
-_ARITHMETIC = of_kind("low", "full", "follow")
+_ARITHMETIC = of_kind("compute", "full_precision", "promote")
 
 
 class PrecisionError(AssertionError):
@@ -240,8 +240,8 @@ class PrecisionReport(_screen.Report):
             yield self.summary().splitlines()
             yield [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
             return
-        computed = _screen.fitted(self._computed(), 12, "remark")
+        computed = _screen.truncated(self._computed(), 12, "remark")
         room = max(3, 10 - len(computed))
-        yield computed + _screen.fitted(self._arguments(merged=True), room, "argument")
+        yield computed + _screen.truncated(self._arguments(merged=True), room, "argument")
         yield functools.partial(on_a_screen, alike(self.findings))
         yield [_MORE]

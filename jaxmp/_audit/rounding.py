@@ -86,8 +86,8 @@ def _readers(program: Any) -> dict[Any, int]:
         want(opened.outvars, wanted)
         for eqn in reversed(opened.eqns):
             outs, back = [of[v] for v in eqn.outvars], backward or is_backward(eqn)
-            through = functools.partial(run_inside, backward=back)
-            ins = demanded(eqn, outs, through, operator.or_, 0)
+            run_inner = functools.partial(run_inside, backward=back)
+            ins = demanded(eqn, outs, run_inner, operator.or_, 0)
             want(eqn.invars, ins or [_read_by(eqn, outs, backward=back)] * len(eqn.invars))
         return [of[v] for v in opened.invars]
 
@@ -112,6 +112,6 @@ def _read_by(eqn: JaxprEqn, outs: Sequence[int], *, backward: bool) -> int:
             return _LOSS if read & (_LOG_OF_SUM | _LOSS) and not read & _OTHER else 0
         case (("reduce_sum" | "psum" | "psum_invariant"), _) if read & _LOG:
             return read | _LOG_OF_SUM
-        case _, "full" | "follow" | "transparent":
+        case _, "full_precision" | "promote" | "move":
             return read
     return 0 if backward else _OTHER

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
+from jaxmp._autocast.primitives import LOW, MOVING, SENDING
 from jaxmp._autocast.roots import OTHER, WEIGHTS, geometry
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.dataflow import Inside, forward
@@ -98,8 +98,8 @@ def _equation(eqn: JaxprEqn, ins: list[Flow], inside: Inside[Flow]) -> list[Flow
     if name in ("gather", "dynamic_slice") and ins[0].stack:
         indexed = any(not isinstance(v, Literal) for v in eqn.invars[1:])
         return [Flow(own=indexed, stack=not indexed)]
-    if name in MOVING | HANDING_ON and len(ins) == 1:
-        return [ins[0]._replace(sent=ins[0].sent or name in HANDING_ON)] * len(eqn.outvars)
+    if name in MOVING | SENDING and len(ins) == 1:
+        return [ins[0]._replace(sent=ins[0].sent or name in SENDING)] * len(eqn.outvars)
     return [_merged(ins)] * len(eqn.outvars)
 
 

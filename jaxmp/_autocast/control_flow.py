@@ -9,7 +9,15 @@ import functools
 from collections.abc import Callable, Sequence
 
 from jaxmp._autocast.carries import recurrence
-from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
+from jaxmp._autocast.demand import (
+    CONTRACTION,
+    CONTRACTION_LATER,
+    FULL,
+    INDEX,
+    NOTHING,
+    OPERAND,
+    PRODUCT,
+)
 from jaxmp._autocast.execute import CustomCall, Inside
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Value, dtypes_of
@@ -34,7 +42,7 @@ def _call(facts: Facts, inner: Inner) -> Decision:
     entering = [facts.values[i] for i in inner.operands]
     wanted = _wanted(facts, inner)
     if inner.rule == "custom_jvp" and rules.low is not None:
-        entering, wanted = _at_the_door(facts, inner, entering, wanted)
+        entering, wanted = _narrowed_on_entry(facts, inner, entering, wanted)
     if sums_as_given(facts.eqn) and rules.low is not None and not rules.wide_gradients:
         entering = _weights_narrowed(facts, inner, entering, wanted)
     plan = facts.plan(inner, entering, wanted)
@@ -70,7 +78,7 @@ def _narrowed(
     ]
 
 
-def _at_the_door(
+def _narrowed_on_entry(
     facts: Facts, inner: Inner, values: list[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
     """Narrows values that would leave a normalization inside a function with its own rule (relu).
@@ -78,7 +86,7 @@ def _at_the_door(
     The derivative rule then works in 16 bits, and saves 16 bits, as in a hand-written model. That
     pays off even where a contraction comes only after float32 ops (relu, then a mean).
     """
-    if not any(demand & (CONTRACTION | LATER) for demand in wanted):
+    if not any(demand & (CONTRACTION | CONTRACTION_LATER) for demand in wanted):
         return values, wanted
     asked = [CONTRACTION | demand & PRODUCT for demand in wanted]
 

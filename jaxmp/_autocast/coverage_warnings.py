@@ -64,7 +64,7 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
             f"{'s' if count > 1 else ''} as written. Mark the function that calls it with "
             "jaxmp.reduced_precision to hand it 16-bit operands; if float32 is meant, with "
             "jaxmp.full_precision, or say 'ops="
-            f"{first[name].primitive.name}:own' in the policy.",
+            f"{first[name].primitive.name}:as_written' in the policy.",
             known,
             where,
         )

@@ -1,11 +1,12 @@
 """Backward pass of the planner: the demand on each value, that is, what it is wanted for.
 
-A value may be wanted by a contraction (through `follow` and `transparent` ops), by something that
-runs in float32 (a `full` op, an op run as written, the function's result), by both, or neither; and
-a float32 value computed from it may be wanted by a contraction later. A value that becomes an index
-(it is rounded to whole numbers, or compared with one) is a position. Errors of a value are
-amplified if it becomes an angle, the matrix of a linear system, or the operand of a logarithm or a
-root near the end of its domain. Only values that the rules govern have a demand: float32 ones.
+A value may be wanted by a contraction (through `promote` and `move` ops), by something that
+runs in float32 (a `full_precision` op, an op run as written, the function's result), by both, or
+neither; and a float32 value computed from it may be wanted by a contraction later. A value that
+becomes an index (it is rounded to whole numbers, or compared with one) is a position. Errors of a
+value are amplified if it becomes an angle, the matrix of a linear system, or the operand of a
+logarithm or a root near the end of its domain. Only values that the rules govern have a demand:
+float32 ones.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
+from jaxmp._autocast.primitives import (
+    AMPLIFYING,
+    BOUNDED_DOMAIN,
+    COMPARING,
+    LOW,
+    MOVING,
+    POOLING,
+    ROUNDING,
+)
 from jaxmp._autocast.roots import ITERATED, OTHER, Roots, geometry, roots_of
 from jaxmp._autocast.rules import FLOAT16, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, variables
-from jaxmp._jaxprs.dataflow import demanded, settled_demand
+from jaxmp._jaxprs.dataflow import demand_fixpoint, demanded
 from jaxmp._jaxprs.equation_parameters import converted_dtype
 from jaxmp._jaxprs.higher_order import Inner, inside
 
@@ -31,7 +40,16 @@ from jaxmp._jaxprs.higher_order import Inner, inside
 # whose domain ends somewhere reads it, such as a logarithm. PRODUCT: some contraction reads a value
 # computed from it (tracked under policies with a recipe only). ITERATION: a product goes on from it
 # that multiplies one parameter with itself again.
-NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE, OPERAND, STEEP = 0, 1, 2, 4, 8, 16, 32, 64
+NOTHING, CONTRACTION, FULL, CONTRACTION_LATER, INDEX, ANGLE, OPERAND, STEEP = (
+    0,
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+)
 PRODUCT, ITERATION = 128, 256
 
 
@@ -97,33 +115,35 @@ class Demands:
                 return inner
         kind = rules.op_class(eqn)
         kept = name in LOW and author_keeps(eqn, rules)
-        if kind == "low" and rules.low is not None and not kept:
+        if kind == "compute" and rules.low is not None and not kept:
             if name in LOW and ITERATED in roots[:2] and OTHER not in roots[:2]:
                 return [FULL | ITERATION] * len(eqn.invars)
             exact = name in LOW and geometry(eqn, roots) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = functools.reduce(operator.or_, wanted, NOTHING)
-        combines = kind == "follow" and demand & CONTRACTION and compat.in_associative_scan(eqn)
-        if kind in ("follow", "softmax") and not combines:
+        combines = kind == "promote" and demand & CONTRACTION and compat.in_associative_scan(eqn)
+        if kind in ("promote", "softmax") and not combines:
             demand &= ~OPERAND
-        elif kind != "transparent":
+        elif kind != "move":
             amplified = name in AMPLIFYING or is_angle(demand)
-            here = ANGLE if amplified else FULL | (STEEP if name in ENDING else NOTHING)
+            here = ANGLE if amplified else FULL | (STEEP if name in BOUNDED_DOMAIN else NOTHING)
             if name in POOLING:
                 here |= demand & CONTRACTION
-            later = LATER if demand & (CONTRACTION | LATER) else NOTHING
+            later = CONTRACTION_LATER if demand & (CONTRACTION | CONTRACTION_LATER) else NOTHING
             demand = here | later | demand & PRODUCT
         found = [demand] * len(eqn.invars)
-        if name == "div" and kind == "follow" and rules.low == FLOAT16 and demand & CONTRACTION:
-            found[1] = demand & ~CONTRACTION | FULL | LATER  # the divisor is read in float32
+        if name == "div" and kind == "promote" and rules.low == FLOAT16 and demand & CONTRACTION:
+            found[1] = (
+                demand & ~CONTRACTION | FULL | CONTRACTION_LATER
+            )  # the divisor is read in float32
         return found
 
     def of_loop(
         self, body: Inner, wanted: Sequence[int], rules: Rules, roots: Sequence[str]
     ) -> Sequence[int]:
         """Returns the demand on the operands of a loop's body, given the roots of the loop's."""
-        return settled_demand(body, wanted, self._inner(rules, roots), operator.or_)
+        return demand_fixpoint(body, wanted, self._inner(rules, roots), operator.or_)
 
     def _inner(
         self, rules: Rules, roots: Sequence[str]
@@ -139,7 +159,7 @@ class Demands:
 
 def is_angle(demand: int) -> bool:
     """Returns whether only angles, or a linear solver, want a value directly."""
-    return demand & ~(LATER | PRODUCT) == ANGLE
+    return demand & ~(CONTRACTION_LATER | PRODUCT) == ANGLE
 
 
 def whole_numbers(jaxpr: Any) -> set[Any]:

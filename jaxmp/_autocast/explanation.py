@@ -245,7 +245,7 @@ class Explanation(_screen.Report):
             cells += [(r.op, r.dtype, str(r.count), r.source, r.path, r.why) for r in self.rows]
             yield _screen.table(cells, widest=48)
             return
-        yield _screen.fitted(summary, 12, "remark")
+        yield _screen.truncated(summary, 12, "remark")
         groups = self.groups()
         products = [group for group in groups if group[1][0].op in LOW]
         others = groups[len(products) :]
@@ -278,7 +278,7 @@ def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) ->
         block += [f"    {_place(*place)}" for place in shown]
         extra -= len(block) - 2
         blocks.append(block)
-    return _screen.fitted(blocks, room, "reason")
+    return _screen.truncated(blocks, room, "reason")
 
 
 def _place(path: str, rows: Sequence[Row]) -> str:

@@ -20,9 +20,9 @@ from jaxmp._autocast.primitives import (
     LOW,
     REORDERING,
     REPEATING,
+    SINUSOID,
     SOLVING,
     TO_CONTRACTIONS,
-    WAVES,
     WRITING,
 )
 from jaxmp._autocast.provenance import (
@@ -58,22 +58,22 @@ def decide(facts: Facts) -> Decision:
         asked = rules.policy.matmul is not None and name in LOW
         return decision._replace(multiplies=asked and _exempt(facts) is None)
     kind = rules.op_class(eqn)
-    if name == "convert_element_type" and kind == "own":
+    if name == "convert_element_type" and kind == "as_written":
         return _convert(facts)
     if not any(v is not None for v in facts.values):
         return facts.as_written(Kind.NOT_FLOAT32, LARGE if name == "iota" else DATA)
     match kind:
-        case "low":
+        case "compute":
             return _contraction(facts)
-        case "follow" | "softmax":
+        case "promote" | "softmax":
             decision = follow(facts, exponential=name == "exp")
             moves = name in TO_CONTRACTIONS or (name == "mul" and _masks(facts))
             return decision._replace(op=Move()) if moves else decision
-        case "transparent":
+        case "move":
             return _transparent(facts)
-        case "full":
+        case "full_precision":
             return facts.as_written(Kind.SENSITIVE, _of_full(name, facts.values))
-        case "own":
+        case "as_written":
             return _own(facts)
     # Not in the table: its results are data.
     inner = any(True for _ in compat.inner_jaxprs(eqn))
@@ -234,7 +234,7 @@ def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
     """Returns the provenance of a sensitive op's result; None if it is its operands'."""
     if name in CUMULATIVE:
         return DATA
-    if name in WAVES:
+    if name in SINUSOID:
         provenance = joined([v.provenance for v in values if v is not None])
         # The sine of a whole number is an entry of a table.
         return CONSTANT if provenance in (LARGE, CONSTANT) else provenance

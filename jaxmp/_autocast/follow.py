@@ -1,4 +1,4 @@
-"""Decisions on `follow` ops: elementwise arithmetic of low and float32 operands.
+"""Decisions on `promote` ops: elementwise arithmetic of low and float32 operands.
 
 With a low operand it runs low if a contraction wants the result, unless a float32 one blocks that:
 see `provenance`. With float32 operands alone, only from a normalization towards a contraction.
@@ -78,7 +78,7 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
 
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
-    """Decides a `follow` op of float32 operands alone; None where it leaves a normalization."""
+    """Decides a `promote` op of float32 operands alone; None where it leaves a normalization."""
     derived = any(v.origins for v in full) and not any(v.blocks_narrowing for v in full)
     if derived and name != "exp" and not facts.is_wanted_by(STEEP):
         if name not in AFFINE or _is_end(full):

@@ -15,7 +15,7 @@ from jaxmp._autocast.bind import Bind, Scale
 from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand
 from jaxmp._autocast.plan import DType, Op, OperandCast, Plan, Step, Value
 from jaxmp._autocast.planning import Planning
-from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
+from jaxmp._autocast.primitives import BROADCASTING, LOW, MAY_OVERFLOW, SCALING
 from jaxmp._autocast.provenance import (
     COMPUTED,
     DATA,
@@ -291,7 +291,7 @@ def _clips(eqn: JaxprEqn, kept: Sequence[Value | None], rules: Rules) -> bool:
     A tangent is not, as it must stay linear; nor is a gradient, whose overflow tells a loss scaler
     to back off.
     """
-    if not rules.saturate or eqn.primitive.name not in LOW | GROWING or is_backward(eqn):
+    if not rules.saturate or eqn.primitive.name not in LOW | MAY_OVERFLOW or is_backward(eqn):
         return False
     return any(v and v.dtype == FLOAT16 and not v.tangent for v in kept)
 

@@ -11,21 +11,21 @@ from typing import Any
 from jaxmp._jaxprs.equation_parameters import exponent
 from jaxmp._jaxprs.primitive_table import TABLE, Flag, flagged, of_kind
 
-LOW = of_kind("low")
+LOW = of_kind("compute")
 
 NORMALIZING = flagged(Flag.NORMALIZING)
 AFFINE = flagged(Flag.AFFINE)
 CHOOSING = flagged(Flag.CHOOSING)
 SCALING = flagged(Flag.SCALING)
 BROADCASTING = flagged(Flag.BROADCASTING)
-GROWING = flagged(Flag.GROWING)
+MAY_OVERFLOW = flagged(Flag.MAY_OVERFLOW)
 
 ROUNDING = flagged(Flag.ROUNDING)
 COMPARING = flagged(Flag.COMPARING)
 SOLVING = flagged(Flag.SOLVING)
 AMPLIFYING = flagged(Flag.SOLVING | Flag.PERIODIC)
-WAVES = flagged(Flag.WAVES)
-ENDING = flagged(Flag.ENDING)
+SINUSOID = flagged(Flag.SINUSOID)
+BOUNDED_DOMAIN = flagged(Flag.BOUNDED_DOMAIN)
 CUMULATIVE = flagged(Flag.CUMULATIVE)
 POOLING = flagged(Flag.POOLING)
 
@@ -33,7 +33,7 @@ LOOKING_UP = flagged(Flag.LOOKING_UP)
 MOVING = flagged(Flag.MOVING)
 REORDERING = flagged(Flag.REORDERING)
 CROSSING = flagged(Flag.CROSSING)
-HANDING_ON = flagged(Flag.HANDING_ON)
+SENDING = flagged(Flag.SENDING)
 REPEATING = flagged(Flag.REPEATING)
 WRITING = flagged(Flag.WRITING)
 IN_PARTS = flagged(Flag.IN_PARTS)
@@ -41,7 +41,7 @@ IN_PARTS = flagged(Flag.IN_PARTS)
 TO_CONTRACTIONS = flagged(Flag.REORDERING | Flag.CROSSING | Flag.JOINING)
 
 # Primitives that `bind.apply` may trace once and reuse.
-TRACED_ONCE = of_kind("low", "full", "follow", "transparent") - flagged(Flag.UNCACHED)
+TRACED_ONCE = of_kind("compute", "full_precision", "promote", "move") - flagged(Flag.UNCACHED)
 
 # Prefixes of primitives that draw random numbers, which are data whatever their key is.
 RANDOM = ("random_", "threefry", "rng_")
@@ -65,8 +65,8 @@ def classify(name: str, params: Mapping[str, Any]) -> str | None:
 
     Example:
       >>> classify("dot_general", {}), classify("integer_pow", {"y": -2}), classify("hash", {})
-      ('low', 'full', None)
+      ('compute', 'full_precision', None)
     """
     if name == "integer_pow" and exponent(params) < 0:
-        return "full"
+        return "full_precision"
     return TABLE[name].kind if name in TABLE else None

@@ -83,17 +83,17 @@ def _keeping_as_around(policy: Policy) -> Policy:
     return policy if around is None else dataclasses.replace(policy, residuals=around.residuals)
 
 
-def in_region(fn: F, policy: Policy, *, keeps_as_around: bool = False) -> F:
+def in_region(fn: F, policy: Policy, *, keep_outer: bool = False) -> F:
     """Returns `fn` with its body marked as a region, where it is traced to be planned; else `fn`.
 
-    With `keeps_as_around`, the enclosing policy decides what is saved for the backward pass.
+    With `keep_outer`, the enclosing policy decides what is saved for the backward pass.
     """
 
     @functools.wraps(fn)
     def region_fn(*args: Any, **kwargs: Any) -> Any:
         if policy_in_force() is None:
             return fn(*args, **kwargs)
-        with region(_keeping_as_around(policy) if keeps_as_around else policy):
+        with region(_keeping_as_around(policy) if keep_outer else policy):
             return fn(*args, **kwargs)
 
     return region_fn  # type: ignore[return-value]
@@ -123,7 +123,7 @@ def full_precision(fn: F) -> F:
       {'float32': 1}
     """
     check_callable("full_precision", fn)
-    marked = in_region(fn, get_policy("float32"), keeps_as_around=True)
+    marked = in_region(fn, get_policy("float32"), keep_outer=True)
     return Transformed(marked, full_precision, fn)  # type: ignore[return-value]
 
 
@@ -161,7 +161,7 @@ def reduced_precision(fn: F) -> F:
       dtype('float32')
     """
     check_callable("reduced_precision", fn)
-    as_written = in_region(fn, get_policy("float32"), keeps_as_around=True)
+    as_written = in_region(fn, get_policy("float32"), keep_outer=True)
 
     def reduced_fn(*args: Any, **kwargs: Any) -> Any:
         policy = policy_in_force()

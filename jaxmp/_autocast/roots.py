@@ -21,7 +21,7 @@ from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects
 from jaxmp._jaxprs.compat import is_at_most
-from jaxmp._jaxprs.dataflow import settled, through
+from jaxmp._jaxprs.dataflow import fixpoint, transfer_inner
 from jaxmp._jaxprs.equation_parameters import contracted, free_sizes, widens_8_bits
 from jaxmp._jaxprs.higher_order import Inner
 from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
@@ -46,7 +46,7 @@ class Roots:
 
     def of_operands(self, inner: Inner, roots: Sequence[str]) -> list[str]:
         """Returns the roots of an inner jaxpr's operands, given the roots of the equation's."""
-        return settled(inner, roots, self._results, _either)
+        return fixpoint(inner, roots, self._results, _either)
 
     def _of(self, jaxpr: Any, ins: Sequence[str]) -> dict[Any, str]:
         opened, consts = compat.closed(jaxpr)
@@ -78,7 +78,7 @@ class Roots:
         if set(roots) <= {LITERALS}:
             fixed = not (has_effects(eqn) or is_zeros(eqn) or _draws(eqn))
             return [LITERALS if fixed else OTHER] * len(eqn.outvars)
-        inner = through(eqn, roots, self._results, _either)
+        inner = transfer_inner(eqn, roots, self._results, _either)
         if inner is not None:
             return inner
         if ITERATED in roots and OTHER not in roots and eqn.primitive.name not in LOOKING_UP:

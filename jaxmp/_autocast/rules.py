@@ -26,7 +26,7 @@ LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
 FULL = get_policy("float32")
 # Classes in which a higher-order primitive runs as a whole, in float32.
-WHOLE = ("full", "own")
+WHOLE = ("full_precision", "as_written")
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
 
 
@@ -73,12 +73,12 @@ class Rules:
         if name in self.overrides:
             return self.overrides[name]
         op_class = classify(name, eqn.params)
-        if op_class == "low" and contracted(eqn) == 1 and author_keeps(eqn, self) is None:
-            return "follow"  # it sums nothing: a multiplication
+        if op_class == "compute" and contracted(eqn) == 1 and author_keeps(eqn, self) is None:
+            return "promote"  # it sums nothing: a multiplication
         low_softmax = np.dtype(self.policy.softmax_dtype) != FLOAT32
-        if name == "exp" and op_class == "full" and low_softmax:
+        if name == "exp" and op_class == "full_precision" and low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
-            # and an exp without a low operand stays float32 like any other `follow` op.
+            # and an exp without a low operand stays float32 like any other `promote` op.
             return "softmax"
         return op_class
 
@@ -141,7 +141,9 @@ def changed(rules: Rules, **fields: Any) -> Rules:
 @functools.lru_cache(maxsize=256)
 def with_whole_tables(rules: Rules) -> Rules:
     """Returns the rules with table lookups in float32, unless the policy's `ops` override that."""
-    return dataclasses.replace(rules, overrides=dict.fromkeys(LOOKING_UP, "full") | rules.overrides)
+    return dataclasses.replace(
+        rules, overrides=dict.fromkeys(LOOKING_UP, "full_precision") | rules.overrides
+    )
 
 
 def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:

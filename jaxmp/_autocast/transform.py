@@ -41,7 +41,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, name_of, trace
 from jaxmp._quantize.calls import holds_quantized, opening, seal
-from jaxmp._quantize.sink_dequantize import rows_first
+from jaxmp._quantize.sink_dequantize import sink_dequantize
 from jaxmp._speed import traced_for
 from jaxmp.policy import Policy, PolicyLike, single_policy
 
@@ -315,7 +315,7 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
     """Traces a call of `fn`, to be planned."""
     with inside_autocast(policy):
         traced = trace(fn, args, kwargs)
-        return traced._replace(jaxpr=with_equal_bodies(rows_first(traced.jaxpr)))
+        return traced._replace(jaxpr=with_equal_bodies(sink_dequantize(traced.jaxpr)))
 
 
 def plan_program(

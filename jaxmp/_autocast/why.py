@@ -18,7 +18,7 @@ class Kind(enum.StrEnum):
 
     # Matmuls and convolutions.
     CONTRACTION = "matmul or convolution"
-    ASKED = "ops={{{!r}: 'low'}}"
+    ASKED = "ops={{{!r}: 'compute'}}"
     PRECISION = "precision={}, as the author asked"
     OPERANDS = "operands are {}, not {}"
     MIXED = "multiplies {} by {}"

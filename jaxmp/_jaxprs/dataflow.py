@@ -49,7 +49,7 @@ def forward(
         return interpret(opened, env, lambda _: nothing, equation)
 
     def equation(eqn: JaxprEqn, ins: list[F]) -> Sequence[F]:
-        return transfer(eqn, ins, lambda ins: through(eqn, ins, run, join))
+        return transfer(eqn, ins, lambda ins: transfer_inner(eqn, ins, run, join))
 
     def run(jaxpr: Any, ins: Sequence[F]) -> list[F]:
         return known(jaxpr, tuple(ins))
@@ -90,7 +90,7 @@ def readers_of(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
     return found
 
 
-def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F] | None:
+def transfer_inner(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F] | None:
     """Returns the facts of the results of an equation with inner jaxprs; None if it has none.
 
     Args:
@@ -100,7 +100,7 @@ def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list
       join: the fact of a value that is one of two values.
     """
     inners = inside(eqn)
-    outs = [run(inner.jaxpr, settled(inner, ins, run, join)) for inner in inners]
+    outs = [run(inner.jaxpr, fixpoint(inner, ins, run, join)) for inner in inners]
     return joined(inners, outs, join) if inners else None
 
 
@@ -114,7 +114,7 @@ def joined(inners: Sequence[Inner], outs: Sequence[Sequence[F]], join: Join[F]) 
     return [found[i] for i in range(len(found))]
 
 
-def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F]:
+def fixpoint(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F]:
     """Returns the facts of an inner jaxpr's operands, at the fixpoint of its carry."""
     known = [ins[i] for i in inner.operands]
     while inner.carried:
@@ -143,7 +143,7 @@ def demanded(
     inners = inside(eqn)
     demand = [nothing] * len(eqn.invars)
     for inner in inners:
-        found = settled_demand(
+        found = demand_fixpoint(
             inner, [nothing if r is None else wanted[r] for r in inner.results], run, join
         )
         for i, fact in zip(inner.operands, found, strict=True):
@@ -151,7 +151,7 @@ def demanded(
     return demand if inners else None
 
 
-def settled_demand(
+def demand_fixpoint(
     inner: Inner, wanted: Sequence[F], run: BackwardRun[F], join: Join[F]
 ) -> Sequence[F]:
     """Returns the demands on an inner jaxpr's operands, at the fixpoint of those on its carry."""

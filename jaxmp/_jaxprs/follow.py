@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs.compat import closed
-from jaxmp._jaxprs.dataflow import interpret, joined, settled
+from jaxmp._jaxprs.dataflow import fixpoint, interpret, joined
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.place import Place
 
@@ -63,7 +63,7 @@ class Follower(Generic[F]):
     def inner(self, at: Place, ins: list[F], *, last: bool) -> list[F]:
         """Returns the facts of an inner jaxpr's results, given those of the equation's operands."""
         quiet = lambda _, known: self.run(at, known, last=False)  # noqa: E731
-        return self.run(at, settled(at.inner, ins, quiet, self.join), last=last)
+        return self.run(at, fixpoint(at.inner, ins, quiet, self.join), last=last)
 
     def equation(self, at: Place, ins: list[F], *, last: bool) -> Sequence[F]:
         """Returns the facts of an equation's results."""

@@ -2,12 +2,12 @@
 
 The classes say what autocast does with a primitive:
 
-* ``low``: a contraction. Its float32 operands are multiplied in the compute dtype.
-* ``full``: numerically sensitive; runs in float32.
-* ``follow``: elementwise; runs low with a low operand when a contraction wants the result.
-* ``transparent``: moves or selects values without changing them; runs in the dtype they have, or
-  in that of the products that read them.
-* ``own``: runs exactly as written, as does a primitive that is not listed.
+* ``compute``: a contraction. Its float32 operands are multiplied in the compute dtype.
+* ``full_precision``: numerically sensitive; runs in float32.
+* ``promote``: elementwise; runs low with a low operand when a contraction wants the result.
+* ``move``: moves or selects values without changing them; runs in the dtype they have, or in
+  that of the products that read them.
+* ``as_written``: runs exactly as written, as does a primitive that is not listed.
 
 The flags are further properties; `flagged` returns the primitives that have one.
 Higher-order primitives (scan, cond, …) are not listed: `jaxmp._jaxprs.higher_order` has their
@@ -30,7 +30,7 @@ class Flag(enum.Flag):
 
     # `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: combines a value with its own statistic.
     NORMALIZING = enum.auto()
-    # The affine end of a normalization. The first `follow` op without this flag, on the way to a
+    # The affine end of a normalization. The first `promote` op without this flag, on the way to a
     # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
     AFFINE = enum.auto()
     # Selects among its operands: exact if these are low or constants.
@@ -45,20 +45,20 @@ class Flag(enum.Flag):
     # A function of an angle, whose errors it amplifies.
     PERIODIC = enum.auto()
     # One of `PERIODIC` that turns a position into an entry of a table.
-    WAVES = enum.auto()
+    SINUSOID = enum.auto()
     # A function whose domain has a boundary, where it is steep.
-    ENDING = enum.auto()
+    BOUNDED_DOMAIN = enum.auto()
     # A running sum or product: of positions, times or knots, whose differences are taken.
     CUMULATIVE = enum.auto()
     # A sum by index (`segment_sum`). Its summands are arrays in memory, like operands of products.
     POOLING = enum.auto()
     # May exceed float16's range with operands within it, as contractions may: policies that
     # `saturate` clip its results. Infinities of others, as log(0), are infinite in every dtype.
-    GROWING = enum.auto()
+    MAY_OVERFLOW = enum.auto()
     # Its operands are terms, which may cancel.
     SUMMING = enum.auto()
     # Its result has the loss scale as a factor to the same power as its operands. So have the
-    # results of all `transparent` ones, which do not need this flag.
+    # results of all `move` ones, which do not need this flag.
     LINEAR = enum.auto()
 
     # --- arrays ---
@@ -76,7 +76,7 @@ class Flag(enum.Flag):
     # Sends values from device to device, or declares where they are.
     CROSSING = enum.auto()
     # One of `CROSSING` that hands a value on to another device.
-    HANDING_ON = enum.auto()
+    SENDING = enum.auto()
     # Its transpose sums over what it repeats, so a 16-bit operand is widened around it: the values
     # are the same and the sum in the backward pass is float32.
     REPEATING = enum.auto()
@@ -107,7 +107,7 @@ class Flag(enum.Flag):
     UNMEASURED = enum.auto()
 
     # Its results are elements of its operands, or of a given dtype next to them: no error is made
-    # in computing them. So are those of all `transparent` ones, which do not need this flag.
+    # in computing them. So are those of all `move` ones, which do not need this flag.
     EXACT = enum.auto()
 
     # As arithmetic and moves are.
@@ -117,17 +117,17 @@ class Flag(enum.Flag):
 # Class → its rows: primitives, and their flags after a colon.
 _ROWS = {
     # Multiply-accumulate: what the matrix units of a TPU or GPU are for.
-    "low": """
+    "compute": """
         dot_general conv_general_dilated ragged_dot_general: polymorphic
     """,
     # Wide dynamic range, cancellation or long sums: the lists of torch.amp and of Micikevicius et
     # al. (2018), extended to every primitive of jax.lax.
-    "full": """
-        exp exp2 expm1 sinh cosh: simple growing
-        log log1p log2 cbrt asin acos acosh atanh: simple ending
-        pow sqrt rsqrt: simple ending folded
-        erf_inv lgamma digamma: polymorphic ending
-        sin cos: simple periodic waves
+    "full_precision": """
+        exp exp2 expm1 sinh cosh: simple may_overflow
+        log log1p log2 cbrt asin acos acosh atanh: simple bounded_domain
+        pow sqrt rsqrt: simple bounded_domain folded
+        erf_inv lgamma digamma: polymorphic bounded_domain
+        sin cos: simple periodic sinusoid
         tan: simple periodic
         atan atan2 asinh polynomial: simple
         polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta
@@ -156,12 +156,12 @@ _ROWS = {
         nextafter reduce_precision: simple exact
     """,
     # Elementwise, bounded error: as good in 16 bits as their operands are.
-    "follow": """
-        add: simple affine growing summing linear broadcasting folded
-        add_any: simple affine growing summing linear broadcasting
-        sub: simple normalizing affine growing summing linear broadcasting folded
-        mul div: simple normalizing affine growing broadcasting scaling folded
-        square integer_pow: simple growing folded
+    "promote": """
+        add: simple affine may_overflow summing linear broadcasting folded
+        add_any: simple affine may_overflow summing linear broadcasting
+        sub: simple normalizing affine may_overflow summing linear broadcasting folded
+        mul div: simple normalizing affine may_overflow broadcasting scaling folded
+        square integer_pow: simple may_overflow folded
         tanh logistic erf erfc one_minus_square: simple
         max min: simple choosing linear broadcasting
         select_n: simple choosing linear
@@ -171,7 +171,7 @@ _ROWS = {
         stack: simple unmeasured affine choosing linear moving
     """,
     # Exact on whatever they are given.
-    "transparent": """
+    "move": """
         neg: simple affine folded
         abs sign: simple
         floor ceil round: simple rounding
@@ -192,7 +192,7 @@ _ROWS = {
         name optimization_barrier: uncached simple unmeasured
         sharding_constraint pvary: uncached simple unmeasured crossing
         reshard: uncached polymorphic unmeasured crossing
-        ppermute all_to_all: uncached polymorphic crossing handing_on
+        ppermute all_to_all: uncached polymorphic crossing sending
         all_gather all_gather_invariant all_gather_reduced: uncached polymorphic crossing
         pmax pmin: uncached polymorphic
         pbroadcast: uncached crossing
@@ -204,7 +204,7 @@ _ROWS = {
         device_put pbroadcast_dynamic: uncached
     """,
     # On purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
-    "own": """
+    "as_written": """
         convert_element_type: simple linear folded exact
         bitcast_convert_type iota: cheap exact
         empty empty2 and or xor not clz population_count: cheap
@@ -255,7 +255,7 @@ def flagged(flags: Flag) -> frozenset[str]:
     """Returns the primitives that have any of these flags.
 
     Example:
-      >>> sorted(flagged(Flag.WAVES | Flag.LOOKING_UP))
+      >>> sorted(flagged(Flag.SINUSOID | Flag.LOOKING_UP))
       ['cos', 'gather', 'sin']
     """
     return frozenset(name for name, prim in TABLE.items() if prim.flags & flags)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxmp import _screen
 from jaxmp._lock.file import collapsed, dtype_at, in_words
-from jaxmp._lock.lock import UNSAID, Lock
+from jaxmp._lock.lock import DEFAULT_DTYPE, Lock
 from jaxmp._lock.patterns import compressed
 
 _NOTHING, _ABSENT = "nothing", "not there"
@@ -66,7 +66,7 @@ class LockComparison(_screen.Report):
             [d for d in rest if (d.module == _PROGRAM) is so] for so in (True, False)
         )
         blocks = [*_blocks(program, most), *merged, *_blocks(others, most)]
-        yield lambda room: _screen.fitted(blocks, room, "block")
+        yield lambda room: _screen.truncated(blocks, room, "block")
         yield ["If that is wanted: the same command with --update, and commit the file."]
 
 
@@ -98,7 +98,10 @@ def _of_dtypes(noun: str, was: Mapping[str, str], now: Mapping[str, str]) -> Ite
     there, order = set(), -0.5 if noun == "argument" else float("inf")
     dtypes: dict[str, tuple[str, str]] = {}
     for path, dtype in now.items():
-        before, expected = dtype_at(path, was) or ("", UNSAID if noun == "result" else _ABSENT)
+        before, expected = dtype_at(path, was) or (
+            "",
+            DEFAULT_DTYPE if noun == "result" else _ABSENT,
+        )
         there.add(before)
         dtypes[path] = expected, dtype
     for path, (expected, dtype) in collapsed(dtypes):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxmp._files import DamagedError, read_text
-from jaxmp._lock.lock import UNSAID, Lock
+from jaxmp._lock.lock import DEFAULT_DTYPE, Lock
 from jaxmp._lock.patterns import compressed, expanded, natural
 from jaxmp._printable import printable, shown
 from jaxmp.policy import get_policy
@@ -51,7 +51,7 @@ def text_of(lock: Lock) -> str:
         )
     lines = [f"{_HEAD}{_KEY} = {SCHEMA}", f"policy = {_quoted(lock.policy)}"]
     lines += [f"loss_scaling = {_quoted(list(lock.scaling))}"]
-    results = [row for row in collapsed(lock.results) if row[1] != UNSAID]
+    results = [row for row in collapsed(lock.results) if row[1] != DEFAULT_DTYPE]
     for title, rows in (("arguments", collapsed(lock.arguments)), ("results", results)):
         lines += ["", f"[{title}]"] if rows else []
         lines += [f"{_quoted(path)} = {_quoted(dtype)}" for path, dtype in rows]

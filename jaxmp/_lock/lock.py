@@ -42,7 +42,7 @@ from jaxmp.policy import PolicyLike, single_policy
 OUTSIDE = "(no module)"
 # A lock omits results of this dtype, and sums of it outside the modules after the backward pass
 # (such as a norm), so that one more metric does not change it.
-UNSAID = "float32"
+DEFAULT_DTYPE = "float32"
 # Module path → pass and kind, as "forward.matmul" → operation in words → count.
 Operations = Mapping[str, Mapping[str, Mapping[str, int]]]
 
@@ -155,7 +155,7 @@ class _Reader:
             return
         kind, words = said
         module = seen.module if kind in COUNTED else module_of(place)
-        if (kind, seen.stage, module, words) == (SUMS, UPDATE, "", UNSAID):
+        if (kind, seen.stage, module, words) == (SUMS, UPDATE, "", DEFAULT_DTYPE):
             return
         self._add(module, f"{PASSES[seen.stage]}.{kind}", words, place.source, count(eqn))
 

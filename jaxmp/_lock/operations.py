@@ -32,7 +32,7 @@ COUNTED = frozenset({*PRODUCTS.values(), CASTS, COLLECTIVES})
 
 # Primitive → the name of the JAX function that binds it.
 _COLLECTIVES = {
-    **{name: name for name in (*flagged(Flag.HANDING_ON), "psum", "pmax", "pmin", "all_gather")},
+    **{name: name for name in (*flagged(Flag.SENDING), "psum", "pmax", "pmin", "all_gather")},
     "ragged_all_to_all": "all_to_all",
     "reduce_scatter": "psum_scatter",
     **dict.fromkeys(CALLED["psum"], "psum"),
@@ -40,9 +40,11 @@ _COLLECTIVES = {
     **dict.fromkeys(CALLED["reduce_scatter"], "psum_scatter"),
 }
 _SUMS = flagged(Flag.SUMMING | Flag.STATISTIC | Flag.CUMULATIVE | Flag.POOLING)
-_SUMS = (_SUMS & of_kind("full")) | {"reduce_window_sum", "select_and_scatter_add"}
-_FUNCTIONS = (of_kind("full") - _SUMS - {"reduce_precision"}) | flagged(Flag.SOLVING) | {"fft"}
-_ARITHMETIC = of_kind("follow") - flagged(Flag.MOVING | Flag.JOINING)
+_SUMS = (_SUMS & of_kind("full_precision")) | {"reduce_window_sum", "select_and_scatter_add"}
+_FUNCTIONS = (
+    (of_kind("full_precision") - _SUMS - {"reduce_precision"}) | flagged(Flag.SOLVING) | {"fft"}
+)
+_ARITHMETIC = of_kind("promote") - flagged(Flag.MOVING | Flag.JOINING)
 
 
 def of_equation(eqn: JaxprEqn, place: Place) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ _NORMS = (
 _LOOKUPS = (nn.Embed, nnx.Embed)
 
 # The fields that have their default value, float32: their names, and the type that spells it.
-Standing = frozenset[tuple[str, type]]
+Inherited = frozenset[tuple[str, type]]
 
 _NO_DTYPE = np.dtype("V")  # of a module without a `dtype`; None is one of Flax's values
 
@@ -76,14 +76,17 @@ class ModuleInfo:
         self.float32 = dtype == np.float32
         floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
         self.low = floating and np.dtype(dtype).itemsize <= 2
-        above: Standing = around.standing if around else frozenset()
+        above: Inherited = around.inherited if around else frozenset()
         self.default = self.is_layer and dtype == _default_of(module)
         self.by_default = self.float32 and _by_default(module, above)
         layer = around if around is None or around.is_layer else around.layer_around
         self.layer_around: ModuleInfo | None = layer
-        self.handed = layer is not None and (self.float32, self.low) == (layer.float32, layer.low)
-        self.silent = layer is not None and layer.float32 and not (self.float32 or self.low)
-        self.standing: Standing = above if wrapped else above | _standing_at_float32(module)
+        self.passes_on = layer is not None and (self.float32, self.low) == (
+            layer.float32,
+            layer.low,
+        )
+        self.without_dtype = layer is not None and layer.float32 and not (self.float32 or self.low)
+        self.inherited: Inherited = above if wrapped else above | _standing_at_float32(module)
         self.weighs = False
 
     def hold(self, weights: Iterable[Any]) -> None:
@@ -129,7 +132,7 @@ def _defaults(holder: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
-def _standing_at_float32(module: Any) -> Standing:
+def _standing_at_float32(module: Any) -> Inherited:
     """Returns the fields of a module and of its configurations that are float32 by default.
 
     For a module that is not a dataclass, they are the constructor's arguments. One that it does
@@ -165,7 +168,7 @@ def _spelling(dtype: Any) -> type | None:
     return kind if kind is not None and dtype in said else None
 
 
-def _by_default(module: Any, standing: Standing) -> bool:
+def _by_default(module: Any, inherited: Inherited) -> bool:
     """Returns whether a layer's float32 may come from a field around it that has its default.
 
     The source of a value is not visible. It is spelled as in the field, or was converted; and a
@@ -173,7 +176,7 @@ def _by_default(module: Any, standing: Standing) -> bool:
     """
     kind = _spelling(module.dtype)
     own = {*_defaults(module), *(() if dataclasses.is_dataclass(module) else vars(module))}
-    others = (said for name, said in standing if name == "dtype" or name not in own)
+    others = (said for name, said in inherited if name == "dtype" or name not in own)
     return any(kind in (said, np.dtype) for said in others)
 
 
@@ -193,22 +196,22 @@ def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
       modules: all modules.
     """
     layers = [w for w in modules if w.is_layer and w.around is not None]
-    candidates = [w for w in layers if w.float32 and not w.handed]
+    candidates = [w for w in layers if w.float32 and not w.passes_on]
     if not candidates:
         return frozenset()
-    others = [w for w in layers if not w.silent]
+    others = [w for w in layers if not w.without_dtype]
     # A dtype that a layer passes on to those inside it counts once, and not for each.
-    words = [w for w in others if w.weighs and not (w.handed and w.layer_around in layers)]
+    words = [w for w in others if w.weighs and not (w.passes_on and w.layer_around in layers)]
     words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
     rule = 2 * sum(w.float32 for w in words) > len(words)
-    untold = {w for w in others if w.default or (w.by_default and rule) or not w.float32}
+    undecided = {w for w in others if w.default or (w.by_default and rule) or not w.float32}
     found = set()
     for layer in candidates:
-        like = [w for w in untold if _alike(w.cls, layer.cls)]
+        like = [w for w in undecided if _alike(w.cls, layer.cls)]
         is_exception = bool(like) or (layer.weighs and bool(words) and not rule)
         among_low = any(w.low for w in like)
         in_low = layer.layer_around is not None and layer.layer_around.low
-        if among_low or (layer not in untold and (is_exception or in_low)):
+        if among_low or (layer not in undecided and (is_exception or in_low)):
             found.add(layer)
     return frozenset(found)
 

@@ -267,7 +267,9 @@ def _lift(fn: Method, planned: Method) -> Method:
             out = overrides.output(out)
         else:
             with region(overrides.default):
-                out, changed = run(_said(variables, overrides.others), rngs, args, kwargs)
+                out, changed = run(
+                    _mark_parameters(variables, overrides.others), rngs, args, kwargs
+                )
         return out, _as_before(changed, variables, overrides)
 
     return lifted_scopes(inner)
@@ -293,7 +295,7 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
 
 
 @jax.named_scope(PARAMETER)
-def _said(variables: Any, others: Collection[str]) -> Any:
+def _mark_parameters(variables: Any, others: Collection[str]) -> Any:
     """Returns variables, those in `others` marked as parameters for the program around."""
     return _map_parameters(lambda _, leaf: jnp.squeeze(leaf[None], 0), others, variables)
 

@@ -244,7 +244,7 @@ def prepare(
         raise ValueError(
             f"{name}: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
         )
-    said = _said(policy, found)
+    said = _describe_policy(policy, found)
     return Prepared(said, found, traced, chosen, float(loss_scale), twins, wide, limit)
 
 
@@ -341,7 +341,7 @@ def capture(
     return captured
 
 
-def _said(policy: Any, program: SurveyedProgram) -> str:
+def _describe_policy(policy: Any, program: SurveyedProgram) -> str:
     """Describes a policy; without one, as for a wrapped module, the dtypes of the program."""
     if policy is not None:
         return str(get_policy(policy))

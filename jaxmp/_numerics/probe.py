@@ -29,8 +29,8 @@ from jaxmp._jaxprs.walk import evaluate
 from jaxmp._numerics.statistics import (
     FLOAT32,
     JOINS,
-    Look,
     Measurements,
+    Sampled,
     Statistics,
     join,
     look,
@@ -123,7 +123,7 @@ class Probe:
     def _kept(self, prefix: str, seen: Sequence[_Seen]) -> Extras:
         """Returns the extra results of a jaxpr: values, and measurements of the other values."""
         extras: Extras = {}
-        looks: list[Look] = []
+        looks: list[Sampled] = []
         for site, value, twin in seen:
             if not self.returned(site):
                 alone = [None if x is None else _unsharded(x)[None] for x in (value, twin)]
@@ -230,7 +230,7 @@ def _of_values(extras: Mapping[str, Extra]) -> Iterator[tuple[str, Measurements]
             yield name, _by_iteration(_where_it_ran(arrays, np.asarray(runs.value)), runs.axes)
 
 
-def _look(value: Extra, twin: Extra | None) -> Look:
+def _look(value: Extra, twin: Extra | None) -> Sampled:
     """Samples the values of all iterations."""
     several = [np.asarray(extra.value) for extra in (value, twin) if extra is not None]
     leading = len(value.axes)

@@ -37,7 +37,7 @@ _COUNTS = ("runs", "sampled", "zeros", "subnormals", "nans", "infinities", "flus
 _INFINITE = 0x7F800000  # the bits of float32's infinity: those of NaN are greater
 
 
-class Look(NamedTuple):
+class Sampled(NamedTuple):
     """The data of n arrays of one shape that are kept until they are measured."""
 
     top: Any  # int32[n]: the bits of the largest magnitude, as float32: of NaN, if there is one
@@ -47,7 +47,7 @@ class Look(NamedTuple):
     limits: tuple[float, float] = (0.0, 0.0)  # their dtype's smallest normal number, and largest
 
 
-def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
+def look(x: Any, twin: Any = None, *, whole: bool = True) -> Sampled:
     """Samples floating arrays [n, ...] and their float32 twins; if not `whole`, only `top`."""
     xp = _library(x)
     if xp.iscomplexobj(x):  # twice as many numbers
@@ -58,14 +58,14 @@ def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
     wide = xp.asarray(x.reshape(len(x), size), np.float32)
     top = xp.max(_magnitude_bits(wide), axis=1, initial=-1)
     if not whole:
-        return Look(top)
+        return Sampled(top)
     pieces = _pieces(tuple(x.shape[1:]))
     limits = jnp.finfo(x.dtype)
     tiny = max(float(limits.tiny), float(jnp.finfo(np.float32).tiny))
     most = min(float(limits.max), float(jnp.finfo(np.float32).max))
     if twin is not None:
         twin = pieces.of(xp.asarray(twin.reshape(len(x), size), np.float32))
-    return Look(top, pieces.of(wide), pieces.lengths, twin, (tiny, most))
+    return Sampled(top, pieces.of(wide), pieces.lengths, twin, (tiny, most))
 
 
 def _library(x: Any) -> Any:
@@ -156,7 +156,7 @@ def join(of: Measurements, axes: tuple[int, ...]) -> Measurements:
     return Measurements(*joined)
 
 
-def measure(looks: Sequence[Look]) -> Measurements:
+def measure(looks: Sequence[Sampled]) -> Measurements:
     """Measures arrays that `look` sampled; either all or none of them were sampled `whole`."""
     xp = _library(looks[0].top)
     tops = xp.concatenate([one.top for one in looks])

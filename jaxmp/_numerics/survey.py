@@ -162,8 +162,8 @@ def running_order(
             firsts.setdefault(loop, i)
 
     def when(site: Site, at: Sequence[int]) -> tuple[int, ...]:
-        turns = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
-        return (*turns, order[site.name])
+        positions = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
+        return (*positions, order[site.name])
 
     return when
 

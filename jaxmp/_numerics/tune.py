@@ -40,7 +40,7 @@ from jaxmp._numerics.tune_report import (
     check_ratio,
     grouped,
 )
-from jaxmp._numerics.tune_scores import Scorer, bits_of, compiled, gradients, is_product, ways_of
+from jaxmp._numerics.tune_scores import Scorer, bits_of, compiled, formats_of, gradients, is_product
 from jaxmp._numerics.tune_search import MAX_RATIO, Choice
 from jaxmp._numerics.tune_solve import front
 from jaxmp._numerics.validate_numerics import describe_numerics
@@ -176,7 +176,7 @@ def tune(
         lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
         if said := explain(loss.loss, lowest)(loss.params, batches[0]).overruled:
             raise ValueError(f"tune: {said}.")
-        ways = ways_of(loss, batches[0], policies, list(of_module))
+        ways = formats_of(loss, batches[0], policies, list(of_module))
         exact = compiled(gradients(loss.loss, scale))
         scorer = Scorer(loss, ways, scale, probes, exact)
         say(f"tune: {len(ways)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
@@ -323,14 +323,14 @@ def _scores(
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
     """Returns the mean of the scores of all batches; cached batches are not scored again."""
-    common, made_by, found = "", "", []
+    run_key, made_by, found = "", "", []
     if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
-        common = repr((said, describe_numerics()))
-        common += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
+        run_key = repr((said, describe_numerics()))
+        run_key += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
     for i, batch in enumerate(batches):
         if kept.folder is not None:
-            made_by = digest([common.encode(), *bytes_of(batch)])
+            made_by = digest([run_key.encode(), *bytes_of(batch)])
         scores = kept.get(f"batch {i}", made_by, functools.partial(_read_scores, scorer))
         if scores is None:
             say(f"tune: scoring batch {i + 1} of {len(batches)}")

@@ -266,7 +266,7 @@ class Tuned(Report):
             "1 - cosine": f"{off}, budget {self.budget:g}",
             "loss": f"off by {self.verified.loss_error:.2g}",
             "not finite": [f"the gradients under {one}" for one in endless],
-            "refused": f"the cheapest: {self._said(refused)}" if refused is not None else (),
+            "refused": f"the cheapest: {self._error_text(refused)}" if refused is not None else (),
             "thinned": () if self._choice.exact else _THINNED,
         }
         for step in self._choice.refused:
@@ -280,7 +280,7 @@ class Tuned(Report):
             *[f"{len(scored.groups)} in all: see .assignment"] * more,
         ]
 
-    def _said(self, options: Options) -> str:
+    def _error_text(self, options: Options) -> str:
         """Describes the error of an assignment."""
         measured = self._scored.measured.get(options)
         if measured is None:

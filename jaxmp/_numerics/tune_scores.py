@@ -277,7 +277,7 @@ def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> 
     return dequantize(quantize(x, fmt, tuple(summed)))
 
 
-def ways_of(
+def formats_of(
     loss: PreparedLoss, batch: Any, candidates: Sequence[Policy], paths: Sequence[Path]
 ) -> dict[Path, tuple[ProductFormat, ...]]:
     """Returns the formats of each module's products, one for each candidate.

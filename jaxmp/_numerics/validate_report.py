@@ -80,7 +80,7 @@ class ValidationReport(Report):
         """Returns the report in Markdown: a table, a reason for each verdict, and the numerics."""
         rows = self._rows()
         lines = [self._heading(), "", *markdown(rows, right=range(1, len(rows[0]) - 1))]
-        lines += ["", *self._said(), ""]
+        lines += ["", *self._verdicts(), ""]
         lines += [f"* {name}: {value}" for name, value in self.numerics.items()]
         return "\n".join([*lines, *(f"* {remark}" for remark in self.remarks)]) + "\n"
 
@@ -99,7 +99,7 @@ class ValidationReport(Report):
         rows = self._rows()
         yield self._heading().splitlines()
         yield table(rows, right=range(1, len(rows[0]) - 1))
-        yield wrapped_each(self._said())
+        yield wrapped_each(self._verdicts())
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
         yield wrapped_each([*where, *(f"({remark})" for remark in self.remarks)])
 
@@ -130,7 +130,7 @@ class ValidationReport(Report):
             rows.append([*row, result.verdict])
         return rows
 
-    def _said(self) -> list[str]:
+    def _verdicts(self) -> list[str]:
         return [
             f"* {result.label}: {result.verdict}: {'; '.join(result.reasons)}."
             for result in self.policies

@@ -34,14 +34,12 @@ from jaxmp._numerics.survey import WHOLE, looked_into
 # that four runs round a number halfway between two others up, and four down: a lucky draw cannot
 # hide the error of a constant that everything else depends on, such as a scale.
 RUNS = 8
-_EXACT = of_kind("transparent") | flagged(
-    Flag.UNMEASURED | Flag.CHOOSING | Flag.MOVING | Flag.EXACT
-)
+_EXACT = of_kind("move") | flagged(Flag.UNMEASURED | Flag.CHOOSING | Flag.MOVING | Flag.EXACT)
 # Products are summed in float32, also those of 16 bits; other sums in their own dtype.
-_PRODUCTS = of_kind("low")
+_PRODUCTS = of_kind("compute")
 _SUMS = frozenset({"reduce_sum", "cumsum", "scatter-add", "reduce_window_sum"})
 # Functions that libraries compute to one or two units in the last place, not to half of one.
-_APPROXIMATED = of_kind("full") - _SUMS | {"tanh", "logistic", "erf", "erfc"}
+_APPROXIMATED = of_kind("full_precision") - _SUMS | {"tanh", "logistic", "erf", "erfc"}
 
 
 @dataclasses.dataclass(frozen=True)

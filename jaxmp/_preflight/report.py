@@ -187,9 +187,9 @@ class PreflightReport(_screen.Report):
         names = [result.policy for result in self.policies]
         cells = [["", *names], *([label, *cells] for label, cells in _rows(self))]
         rows = _screen.table(cells, right=range(1, 1 + len(names)))
-        yield _screen.fitted(rows, sys.maxsize if verbose else _ROWS, "row")
+        yield _screen.truncated(rows, sys.maxsize if verbose else _ROWS, "row")
         remarks = [[""] * (i > 0) + remark for i, remark in enumerate(_remarks(self))]
-        yield lambda room: _screen.fitted(remarks, room, "remark")
+        yield lambda room: _screen.truncated(remarks, room, "remark")
         yield list(_trust(self))
 
 
@@ -292,13 +292,13 @@ def _is_library(target: str) -> bool:
 
 def _remarks(report: PreflightReport) -> Iterator[list[str]]:
     for result in report.policies:
-        for text in _said(report, result):
+        for text in _notes(report, result):
             yield _screen.wrapped(f"{result.policy}: {text}")
         if result.program and result.program.products_in_8_bits:
             yield [f"{result.policy}, products in 8 bits:", *lines_of_8_bits(result.program)]
 
 
-def _said(report: PreflightReport, result: Preflight) -> Iterator[str]:
+def _notes(report: PreflightReport, result: Preflight) -> Iterator[str]:
     """Yields the remarks on a policy, gravest first."""
     if result.error:
         yield f"the compiler failed: {' '.join(result.error.split())[:500]}"

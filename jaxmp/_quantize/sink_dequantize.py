@@ -35,7 +35,7 @@ _SLICED: Final = {
 _SHARING: Final = frozenset({"cond", "jit", "remat2"})
 
 
-def rows_first(jaxpr: Any) -> Any:
+def sink_dequantize(jaxpr: Any) -> Any:
     """Returns an equivalent closed jaxpr that dequantizes only what it reads, where it reads it.
 
     Of a table, the rows that it looks up; of stacked weights, the slice that it takes. The weights

@@ -68,7 +68,7 @@ class Chip:
     cast: float = 0.0
     launch_seconds: float = 0.0
     fuses: bool = False
-    turns: bool = False
+    transposes: bool = False
     recipe: str = ""
 
     @property
@@ -124,7 +124,7 @@ def chip_named(name: str) -> Chip:
         relative_grad_weight=chip.get("relative_grad_weight", {}),
         **chip.get("achieved", {}),
         fuses=not capability,
-        turns=bool(capability) and capability < (10, 0),
+        transposes=bool(capability) and capability < (10, 0),
         recipe=chip.get("recipe", ""),
     )
 

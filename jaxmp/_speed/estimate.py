@@ -180,7 +180,7 @@ def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iter
         for _ in range(count):
             yield n * source
             yield n * (source + 1)
-        if turned and chip.turns:
+        if turned and chip.transposes:
             yield n * 2
 
 

@@ -112,7 +112,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     Under `jax.shard_map`, devices that each decide by gradients of their own which steps to skip
     (`axis_name=()`, or one of several mapped axes) drift apart, in their parameters too. This
     compares the scaler's state on the devices of this process;
-    `jaxmp.testing.assert_in_step` compares parameters, and
+    `jaxmp.testing.assert_replicas_equal` compares parameters, and
     `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scaling.loss_scale(opt_state))`
     processes.
 

@@ -381,7 +381,7 @@ def runs_a_jit_in_a_loop(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.fori_loop(0, 2, lambda _, c: jax.jit(jnp.matmul)(c, w), x @ w)
 
 
-@pytest.mark.parametrize("op_class", ["low", "follow", "transparent"])
+@pytest.mark.parametrize("op_class", ["compute", "promote", "move"])
 @pytest.mark.parametrize("op", ["jit", "scan"])
 def test_what_runs_other_operations_takes_no_class_of_one(op: str, op_class: str) -> None:
     expected = rf"autocast: the policy's ops give '{op}' the class '{op_class}'.*'full' or 'own'"
@@ -389,7 +389,7 @@ def test_what_runs_other_operations_takes_no_class_of_one(op: str, op_class: str
         autocast(runs_a_jit_in_a_loop, f"{BF16},ops={op}:{op_class}")
 
 
-@pytest.mark.parametrize("op_class", ["full", "own"])
+@pytest.mark.parametrize("op_class", ["full_precision", "as_written"])
 @pytest.mark.parametrize("op", ["jit", "scan"])
 def test_what_runs_other_operations_may_run_as_a_whole(op: str, op_class: str) -> None:
     policy = f"{BF16},ops={op}:{op_class}"

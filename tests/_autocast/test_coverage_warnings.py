@@ -60,7 +60,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     assert len(record) == 1
     message = str(record[0].message)
     assert f"runs {count} float32 products as written" in message
-    assert f"ops={name}:own" in message
+    assert f"ops={name}:as_written" in message
     rows = jaxmp.explain(fn, BF16, 1)(X, W).rows
     assert [r.reason for r in rows if r.op == name] == [
         "not classified, not looked inside: runs as written"
@@ -72,7 +72,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     low = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     jaxmp.autocast(jaxmp.full_precision(hiding), BF16, 1)(X, W)
     jaxmp.autocast(jaxmp.reduced_precision(hiding), BF16, 1)(X, W)
-    jaxmp.autocast(hiding, f"{BF16},ops={name}:own", 1)(X, W)
+    jaxmp.autocast(hiding, f"{BF16},ops={name}:as_written", 1)(X, W)
     jaxmp.autocast(hiding, "float32")(X, W)
     jaxmp.autocast(hiding, BF16, 1)(*low)
     jaxmp.autocast(solver, BF16)(X, W)  # meant to be float32
@@ -87,7 +87,7 @@ def test_a_name_that_no_primitive_has_is_said_once() -> None:
         ("dot-general", " Did you mean 'dot_general'"),
         ("my_kernel_of_yesterday", ""),
     ):
-        fast = jaxmp.autocast(lambda x, w: x @ w, f"{BF16},ops=exp:follow|{name}:full")
+        fast = jaxmp.autocast(lambda x, w: x @ w, f"{BF16},ops=exp:promote|{name}:full_precision")
         with pytest.warns(UserWarning, match=f"the policy's ops name '{name}'") as record:
             fast(X, W)
         [warning] = record
@@ -95,7 +95,7 @@ def test_a_name_that_no_primitive_has_is_said_once() -> None:
         fast(X + 1, W)
 
     def of_a_region(x, w):
-        return jaxmp.autocast(jnp.matmul, f"{BF16},ops=tanhs:full")(x, w)
+        return jaxmp.autocast(jnp.matmul, f"{BF16},ops=tanhs:full_precision")(x, w)
 
     with pytest.warns(UserWarning, match="'tanhs'.* mean 'tanh'"):
         jaxmp.autocast(of_a_region, BF16)(X, W)
@@ -111,14 +111,14 @@ def test_a_primitive_that_a_program_has_not_or_has_itself_is_no_mistake() -> Non
         "pallas_call",
         "ffi_call",
     ]:
-        jax.make_jaxpr(jaxmp.autocast(jnp.matmul, f"{BF16},ops={name}:full"))(X, W)
+        jax.make_jaxpr(jaxmp.autocast(jnp.matmul, f"{BF16},ops={name}:full_precision"))(X, W)
     own_p = Primitive("own_of_the_program")
     own_p.def_abstract_eval(lambda x: x)
 
     def fn(x, w):
         return jax.jit(lambda x: own_p.bind(x))(x) @ w
 
-    jax.make_jaxpr(jaxmp.autocast(fn, f"{BF16},ops=own_of_the_program:own"))(X, W)
+    jax.make_jaxpr(jaxmp.autocast(fn, f"{BF16},ops=own_of_the_program:as_written"))(X, W)
 
 
 def test_a_default_precision_that_keeps_products_float32_is_said_once() -> None:

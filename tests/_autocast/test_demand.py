@@ -15,7 +15,16 @@ from jax import lax
 
 import jaxmp
 from jaxmp._autocast import demand
-from jaxmp._autocast.demand import ANGLE, CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, STEEP
+from jaxmp._autocast.demand import (
+    ANGLE,
+    CONTRACTION,
+    CONTRACTION_LATER,
+    FULL,
+    INDEX,
+    NOTHING,
+    OPERAND,
+    STEEP,
+)
 from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.roots import OTHER, WEIGHTS, Roots
 from jaxmp._autocast.rules import rules_for
@@ -25,7 +34,7 @@ BF16 = "mixed_bfloat16"
 NAMES = {
     CONTRACTION: "contraction",
     FULL: "full",
-    LATER: "later",
+    CONTRACTION_LATER: "later",
     INDEX: "index",
     ANGLE: "angle",
     OPERAND: "operand",
@@ -284,10 +293,10 @@ def test_demand_goes_through_what_is_inside() -> None:
         (BF16, lambda x, w: (x + 1) @ w, "contraction"),
         ("mixed_float16", lambda x, w: (x + 1) @ w, "contraction"),
         ("float32", lambda x, w: (x + 1) @ w, "full"),
-        (f"{BF16},ops=add:full", lambda x, w: (x + 1) @ w, "full later"),
-        (f"{BF16},ops=exp:follow", lambda x, w: jnp.exp(x) @ w, "contraction"),
-        (f"{BF16},ops=dot_general:own", lambda x, w: x @ w, "full"),
-        (f"{BF16},ops=jit:own", lambda x, w: jax.jit(lambda x: x @ w)(x), "full"),
+        (f"{BF16},ops=add:full_precision", lambda x, w: (x + 1) @ w, "full later"),
+        (f"{BF16},ops=exp:promote", lambda x, w: jnp.exp(x) @ w, "contraction"),
+        (f"{BF16},ops=dot_general:as_written", lambda x, w: x @ w, "full"),
+        (f"{BF16},ops=jit:as_written", lambda x, w: jax.jit(lambda x: x @ w)(x), "full"),
         (f"{BF16},softmax=bf16", lambda x, w: jax.nn.softmax(x) @ w, "contraction full later"),
     ],
     ids=["bfloat16", "float16", "float32", "add", "exp", "products", "calls", "softmax"],
@@ -307,7 +316,7 @@ def test_what_the_policy_says_of_operations(
         (CONTRACTION | OPERAND, lambda x: x.T, "contraction operand"),
         (CONTRACTION | OPERAND, lambda x: x + 1, "contraction"),
         (CONTRACTION, jnp.exp, "full later"),
-        (LATER, jnp.exp, "full later"),
+        (CONTRACTION_LATER, jnp.exp, "full later"),
         (ANGLE, jnp.exp, "angle"),
         (ANGLE | FULL, jnp.exp, "full"),
         (INDEX, lambda x: x * 2, "index"),

@@ -157,7 +157,7 @@ def test_a_mask_is_saved_once_in_16_bits_and_the_gradient_of_a_gate_is_summed_in
 
 
 def test_stays_float32_where_the_policy_says_so() -> None:
-    fn = jaxmp.autocast(lambda x, w: x @ w.T, "mixed_bfloat16,ops=transpose:full")
+    fn = jaxmp.autocast(lambda x, w: x @ w.T, "mixed_bfloat16,ops=transpose:full_precision")
     assert dtypes("transpose", fn, X, W) == ["float32"]
 
 

@@ -396,7 +396,10 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, w: (x @ w + 1e-8) @ w, f"add float32 {F16}"),
     "the constant 100000 is beyond float16": (lambda x, w: (x @ w / 1e5) @ w, f"div float32 {F16}"),
     "sensitive op: float32": (lambda x, w: jnp.exp(x @ w) @ w, "exp float32"),
-    "ops={'rev': 'low'}": (lambda x, w: x[::-1] @ w, "rev bfloat16 mixed_bfloat16,ops=rev:low"),
+    "ops={'rev': 'compute'}": (
+        lambda x, w: x[::-1] @ w,
+        "rev bfloat16 mixed_bfloat16,ops=rev:compute",
+    ),
     "moves values: as they are": (lambda x, w: (x @ w).reshape(8, 4).T @ w, "reshape bfloat16"),
     "runs as written": (lambda x, w: jnp.linalg.cholesky(w @ w.T), "cholesky float32"),
     "not classified: runs as written": (lambda x, w: UNKNOWN.bind(x @ w), "jaxmp_unknown float32"),
@@ -489,7 +492,7 @@ def test_explain_agrees_with_the_transformed_program(name: str, policy: str) -> 
 
 
 def test_what_the_policy_says_of_ops_that_do_not_occur() -> None:
-    policy = f"{BF16},ops=exp:follow|pjit:full|tanh:full"
+    policy = f"{BF16},ops=exp:promote|pjit:full_precision|tanh:full_precision"
     said = explain(lambda x, w: jnp.exp(jnp.tanh(x @ w)), policy)(X, W).summary()
     assert said.splitlines()[-1] == "in the policy's ops, but met nowhere here: pjit"
     assert "met nowhere" not in explain(layer, BF16)(X, W).summary()

@@ -1,4 +1,4 @@
-"""`ops={"gather": "low"}`: tables are looked up, and cross, in 16 bits."""
+"""`ops={"gather": "compute"}`: tables are looked up, and cross, in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jaxmp
 from support import autocast, explain, iter_eqns
 
 KEYS = jax.random.split(jax.random.key(0), 3)
-LOW = "mixed_bfloat16,ops=gather:low"
+LOW = "mixed_bfloat16,ops=gather:compute"
 TABLE = jax.random.normal(KEYS[0], (16, 8))
 # One row 3,000 times: a sum that 16 bits lose.
 TOKENS = jnp.where(jnp.arange(4096) < 3000, 5, jnp.arange(4096) % 16)
@@ -130,7 +130,7 @@ def test_one_table_or_all(kind: str) -> None:
 def test_explain_says_who_asked() -> None:
     table = explain(rows, LOW)(TABLE).rows
     [row] = [row for row in table if row.op == "gather"]
-    assert (row.dtype, row.reason) == ("bfloat16", "ops={'gather': 'low'}")
+    assert (row.dtype, row.reason) == ("bfloat16", "ops={'gather': 'compute'}")
 
 
 @pytest.mark.parametrize("policy", [LOW, f"{LOW},reduce=bf16"])

@@ -58,8 +58,8 @@ OTHER_AXES = {
     "policy",
     [
         "float32",
-        "mixed_bfloat16,ops=gather:low",
-        "mixed_bfloat16,ops=gather:low,reduce=bf16",
+        "mixed_bfloat16,ops=gather:compute",
+        "mixed_bfloat16,ops=gather:compute,reduce=bf16",
     ],
 )
 @pytest.mark.parametrize("name", OTHER_AXES)

@@ -265,7 +265,7 @@ def test_a_value_goes_from_one_low_dtype_to_another_without_losing_its_gradient(
 
 def test_a_policy_with_ops_survives_as_a_scope():
     policy = jaxmp.Policy(
-        jnp.float32, jnp.bfloat16, jnp.float32, ops={"exp": "follow", "odd/name(x)": "own"}
+        jnp.float32, jnp.bfloat16, jnp.float32, ops={"exp": "promote", "odd/name(x)": "as_written"}
     )
     fn = scoped(lambda w, x: jnp.exp(x @ w) @ w, str(policy))
     rows = jaxmp.explain(fn, "float32")(SQUARE, SQUARE).rows

@@ -21,7 +21,7 @@ LOW, WIDE = {BF16: "bfloat16", F16: "float16"}, "float32"
 W, B, NARROW, POSE = gaussian(0, 16, 16), gaussian(1, 16), gaussian(2, 4, 32), gaussian(3, 4, 4)
 P = {"w": W, "b": B, "narrow": NARROW, "pose": POSE}
 X, Y = gaussian(4, 8, 16), gaussian(5, 8, 16)
-WAVES = np.cos(np.outer(np.arange(16), np.arange(16)) * np.pi / 8).astype(np.float32)
+SINUSOID = np.cos(np.outer(np.arange(16), np.arange(16)) * np.pi / 8).astype(np.float32)
 MASK = np.arange(16) < 12
 
 RULES: dict[int, list[tuple[Any, ...]]] = {}
@@ -77,7 +77,7 @@ def geometry(p, x, y):
 
 @rule(4, "dot_general", WIDES)
 def signals(p, x, y):
-    return x @ WAVES
+    return x @ SINUSOID
 
 
 @rule(5, "dot_general", WIDES, LOWS)

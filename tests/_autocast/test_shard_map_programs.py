@@ -157,7 +157,7 @@ def test_ring_attention_of_arguments():
         return {str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "ppermute"}
 
     assert crosses(BF16) == {"bfloat16"}
-    assert crosses(f"{BF16},ops=ppermute:full") == {"float32"}
+    assert crosses(f"{BF16},ops=ppermute:full_precision") == {"float32"}
 
 
 # Expert parallelism: two experts on each device, and each token's goes where its expert is. An
@@ -319,7 +319,7 @@ def draw_layers(rng):
 
 
 PIPELINE = Program(draw_layers, layers, pipeline, {"up": P("d"), "down": P("d")}, P())
-LOW = f"{BF16},ops=ppermute:low"
+LOW = f"{BF16},ops=ppermute:compute"
 
 
 def test_a_pipeline_hands_on_what_the_policy_says():

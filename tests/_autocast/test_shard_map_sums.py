@@ -96,21 +96,21 @@ def sums_of_activations(program, policy, **options):
 def test_products_are_added_up_in_float32_or_as_the_policy_says(program, check_vma, names):
     assert sums_of_activations(program, BF16, check_vma=check_vma) == {"float32"}
     for name in names:
-        policy = f"{BF16},ops={name}:follow"
+        policy = f"{BF16},ops={name}:promote"
         assert sums_of_activations(program, policy, check_vma=check_vma) == {"bfloat16"}
         said = explain(on_many(program, "float32", check_vma=check_vma), policy)
         assert "met nowhere" not in said(*draws(program)[0]).summary()
 
 
 def test_an_override_of_one_primitive_comes_before_that_of_its_function():
-    policy = f"{BF16},ops=psum:follow|psum_invariant:full"
+    policy = f"{BF16},ops=psum:promote|psum_invariant:full_precision"
     assert sums_of_activations(TENSOR, policy) == {"float32"}
     assert sums_of_activations(TENSOR, policy, check_vma=False) == {"bfloat16"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
-@pytest.mark.parametrize("ops", ["", "psum:follow", "psum_scatter:follow"])
+@pytest.mark.parametrize("ops", ["", "psum:promote", "psum_scatter:promote"])
 def test_tensor_parallelism_is_near(ops, check_vma):
     program = SCATTERED if "scatter" in ops else TENSOR
     if program is SCATTERED and check_vma:
@@ -134,7 +134,9 @@ def test_sums_that_gpus_make():
     """
     full = crossing_on_gpus(TENSOR, "float32")
     [(_, size)] = full.items()
-    mixed, followed = (crossing_on_gpus(TENSOR, f"{BF16}{ops}") for ops in ("", ",ops=psum:follow"))
+    mixed, followed = (
+        crossing_on_gpus(TENSOR, f"{BF16}{ops}") for ops in ("", ",ops=psum:promote")
+    )
     assert mixed == {("all-reduce", "float32"): size / 2, ("all-reduce", "bfloat16"): size / 4}
     assert followed == {("all-reduce", "bfloat16"): size / 2}
 
@@ -212,7 +214,7 @@ def by_pmap(fn):
 @slow_when(lambda mapped, policy: mapped is by_pmap and "gather" in policy)
 @pytest.mark.parametrize(
     "policy",
-    [BF16, f"{BF16},reduce=bf16", f"{BF16},reduce=bf16,ops=gather:low"],
+    [BF16, f"{BF16},reduce=bf16", f"{BF16},reduce=bf16,ops=gather:compute"],
     ids=("float32", "16 bits", "16 bits, tables too"),
 )
 @pytest.mark.parametrize("mapped", [unchecked, by_pmap])

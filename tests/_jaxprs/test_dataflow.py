@@ -14,7 +14,14 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.compat import closed
-from jaxmp._jaxprs.dataflow import Inside, demanded, forward, settled, settled_demand, through
+from jaxmp._jaxprs.dataflow import (
+    Inside,
+    demand_fixpoint,
+    demanded,
+    fixpoint,
+    forward,
+    transfer_inner,
+)
 from jaxmp._jaxprs.higher_order import inside
 
 Facts = frozenset[str]
@@ -48,7 +55,7 @@ class Sources:
         return forward(jaxpr, ins, self.equation, operator.or_, NOTHING)
 
     def equation(self, eqn: JaxprEqn, ins: list[Facts], _: Inside[Facts]) -> list[Facts]:
-        return told(eqn, ins, lambda ins: through(eqn, ins, self.run, operator.or_))
+        return told(eqn, ins, lambda ins: transfer_inner(eqn, ins, self.run, operator.or_))
 
 
 def told(eqn: JaxprEqn, ins: list[Facts], inside: Inside[Facts]) -> list[Facts]:
@@ -151,7 +158,7 @@ def test_the_facts_of_a_bodys_operands() -> None:
     [eqn] = [e for e in jax.make_jaxpr(fn)(A, B, C).jaxpr.eqns if e.primitive.name == "scan"]
     [body] = inside(eqn)
     ins = [frozenset({name}) for name in ("shared", "first", "second", "stack")][: len(eqn.invars)]
-    facts = settled(body, ins, Sources().run, operator.or_)
+    facts = fixpoint(body, ins, Sources().run, operator.or_)
     assert [" ".join(sorted(fact)) for fact in facts] == [
         "shared",
         "first shared",
@@ -252,12 +259,12 @@ def test_the_demands_on_a_bodys_operands() -> None:
     [eqn] = [e for e in jax.make_jaxpr(fn)(A, B, C).jaxpr.eqns if e.primitive.name == "scan"]
     [body] = inside(eqn)
     outs = [frozenset({"first"}), NOTHING, frozenset({"returned"})]
-    demands = settled_demand(body, outs, wanted_of, operator.or_)
+    demands = demand_fixpoint(body, outs, wanted_of, operator.or_)
     told = [" ".join(sorted(demand)) for demand in demands]
     assert told == ["first sin", "first sin", "first sin", "returned"]
 
 
 def test_an_equation_without_jaxprs_inside_is_not_walked_through() -> None:
     [eqn] = jax.make_jaxpr(jnp.sin)(A).jaxpr.eqns
-    assert through(eqn, [NOTHING], Sources().run, operator.or_) is None
+    assert transfer_inner(eqn, [NOTHING], Sources().run, operator.or_) is None
     assert demanded(eqn, [NOTHING], wanted_of, operator.or_, NOTHING) is None

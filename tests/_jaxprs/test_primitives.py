@@ -101,13 +101,13 @@ def test_every_flag_is_some_primitives_and_is_read() -> None:
 @pytest.mark.parametrize(
     ("flag", "refined"),
     [
-        (Flag.NORMALIZING | Flag.CHOOSING | Flag.BROADCASTING, of_kind("follow")),
-        (Flag.AFFINE, of_kind("follow", "transparent")),
-        (Flag.REPEATING | Flag.WRITING | Flag.CROSSING, of_kind("transparent")),
+        (Flag.NORMALIZING | Flag.CHOOSING | Flag.BROADCASTING, of_kind("promote")),
+        (Flag.AFFINE, of_kind("promote", "move")),
+        (Flag.REPEATING | Flag.WRITING | Flag.CROSSING, of_kind("move")),
         (Flag.SCALING, flagged(Flag.BROADCASTING)),
-        (Flag.WAVES, flagged(Flag.PERIODIC)),
+        (Flag.SINUSOID, flagged(Flag.PERIODIC)),
         (Flag.REORDERING, flagged(Flag.MOVING)),
-        (Flag.HANDING_ON, flagged(Flag.CROSSING)),
+        (Flag.SENDING, flagged(Flag.CROSSING)),
         (Flag.MOVING, flagged(Flag.CHEAP) & flagged(Flag.UNMEASURED)),
         (Flag.UNMEASURED, flagged(Flag.POLYMORPHIC)),
     ],
@@ -129,12 +129,15 @@ def test_alike_in_every_flag(names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("low", "dot_general conv_general_dilated ragged_dot_general"),
-        ("full", "exp log log1p pow rsqrt reduce_sum cumsum cumlogsumexp reduce_window_sum"),
-        ("full", "scatter-add psum erf_inv lgamma sort top_k select_and_scatter_add"),
-        ("follow", "add sub mul div max tanh logistic erf erfc select_n clamp concatenate"),
-        ("transparent", "reshape transpose broadcast_in_dim slice gather reduce_max all_gather"),
-        ("own", "fft cholesky random_bits complex convert_element_type pure_callback"),
+        ("compute", "dot_general conv_general_dilated ragged_dot_general"),
+        (
+            "full_precision",
+            "exp log log1p pow rsqrt reduce_sum cumsum cumlogsumexp reduce_window_sum",
+        ),
+        ("full_precision", "scatter-add psum erf_inv lgamma sort top_k select_and_scatter_add"),
+        ("promote", "add sub mul div max tanh logistic erf erfc select_n clamp concatenate"),
+        ("move", "reshape transpose broadcast_in_dim slice gather reduce_max all_gather"),
+        ("as_written", "fft cholesky random_bits complex convert_element_type pure_callback"),
     ],
 )
 def test_classes_of_the_design(kind: str, names: str) -> None:
@@ -152,16 +155,18 @@ def test_of_either_gelu_no_float32_is_kept_for_the_backward_pass(approximate: bo
     assert {a.dtype for a in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.parametrize(("exponent", "kind"), [(2, "follow"), (3, "follow"), (-1, "full")])
+@pytest.mark.parametrize(
+    ("exponent", "kind"), [(2, "promote"), (3, "promote"), (-1, "full_precision")]
+)
 def test_a_negative_power_is_a_division(exponent: int, kind: str) -> None:
     assert classify("integer_pow", {"y": exponent}) == kind
 
 
 def test_overrides_come_before_everything_else() -> None:
-    overrides = {"integer_pow": "transparent", "exp": "follow", "sin": "own"}
+    overrides = {"integer_pow": "move", "exp": "promote", "sin": "as_written"}
     rules = rules_for(dataclasses.replace(get_policy("mixed_float16"), ops=overrides))
     eqns = jax.make_jaxpr(lambda x: jnp.sin(jnp.exp(x**-1)) + x)(1.0).eqns
-    assert [rules.op_class(e) for e in eqns] == ["transparent", "follow", "own", "follow"]
+    assert [rules.op_class(e) for e in eqns] == ["move", "promote", "as_written", "promote"]
 
 
 # --- a primitive that nobody listed --------------------------------------------------------------
@@ -212,10 +217,10 @@ def test_unknown_primitive_computes_and_differentiates() -> None:
 
 
 KINDS = {
-    "follow": ("bfloat16", "computed from 16-bit values"),
-    "transparent": ("bfloat16", "moves values: as they are"),
-    "full": ("float32", "sensitive op: float32"),
-    "own": ("float32", "runs as written"),
+    "promote": ("bfloat16", "computed from 16-bit values"),
+    "move": ("bfloat16", "moves values: as they are"),
+    "full_precision": ("float32", "sensitive op: float32"),
+    "as_written": ("float32", "runs as written"),
 }
 
 
@@ -233,7 +238,7 @@ def test_a_policy_classifies_a_users_primitive(key: Any) -> None:
 
 
 def test_a_users_contraction_can_be_low() -> None:
-    policy = jaxmp.Policy("float32", "bfloat16", "float32", ops={product_p: "low"})
+    policy = jaxmp.Policy("float32", "bfloat16", "float32", ops={product_p: "compute"})
 
     def fn(x: jax.Array) -> jax.Array:
         return product_p.bind(x, x)
@@ -262,11 +267,11 @@ def test_a_follow_op_can_be_full() -> None:
         return jnp.tanh(x @ w) @ w
 
     assert plan_rows(fn, X, X)["tanh"].dtype == "bfloat16"
-    assert plan_rows(fn, X, X, policy=with_ops(tanh="full"))["tanh"].dtype == "float32"
-    assert primitives(autocast(fn, with_ops(tanh="full")), X, X)["tanh", "float32"] == 1
+    assert plan_rows(fn, X, X, policy=with_ops(tanh="full_precision"))["tanh"].dtype == "float32"
+    assert primitives(autocast(fn, with_ops(tanh="full_precision")), X, X)["tanh", "float32"] == 1
 
 
-@pytest.mark.parametrize("kind", ["full", "own"])
+@pytest.mark.parametrize("kind", ["full_precision", "as_written"])
 def test_contractions_can_be_kept_float32(kind: str) -> None:
     policy = with_ops(dot_general=kind)
     assert explain(gated, policy)(X, X).products() == {"float32": 2}
@@ -285,7 +290,7 @@ def test_one_kind_of_contraction_alone() -> None:
         return y @ w
 
     args = jnp.ones((2, 6, 4)), jnp.ones((3, 4, 6)), X
-    policy = with_ops(conv_general_dilated="full")
+    policy = with_ops(conv_general_dilated="full_precision")
     rows = plan_rows(fn, *args, policy=policy)
     assert rows["conv_general_dilated"].dtype == "float32"
     assert rows["dot_general"].dtype == "bfloat16"
@@ -309,7 +314,7 @@ HIGHER = {
 def test_overriding_a_higher_order_primitive_keeps_its_inside_as_written() -> None:
     for name, fn in HIGHER.items():
         assert set(contraction_dtypes(autocast(fn, BF16), X, X)) == {"bfloat16"}
-        policy = with_ops(**{name: "own"})
+        policy = with_ops(**{name: "as_written"})
         assert_same_program(autocast(fn, policy), fn, X, X)
         rows = explain(fn, policy)(X, X).rows
         [row] = [r for r in rows if r.op == name]
@@ -318,7 +323,7 @@ def test_overriding_a_higher_order_primitive_keeps_its_inside_as_written() -> No
 
 
 def test_overrides_hold_inside_higher_order_primitives_and_regions_of_their_own() -> None:
-    policy = with_ops(tanh="full")
+    policy = with_ops(tanh="full_precision")
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.checkpoint(scanned)(x, w) @ w

@@ -153,7 +153,7 @@ def test_float16_in_one_block_and_bfloat16_in_another() -> None:
 
 
 def test_refinements_of_an_override_hold_inside_it() -> None:
-    policy = "mixed_bfloat16,ops=tanh:full"
+    policy = "mixed_bfloat16,ops=tanh:full_precision"
     tanhs = primitives(mapped({"block_0": policy}).apply, VARIABLES, X)
     assert (tanhs["tanh", "float32"], tanhs["tanh", "bfloat16"]) == (1, 2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._quantize.sink_dequantize import is_dequantizing, rows_first
+from jaxmp._quantize.sink_dequantize import is_dequantizing, sink_dequantize
 
 from support import autocast, explain, iter_eqns, slow_when
 
@@ -202,7 +202,7 @@ def test_no_more_than_the_rows_are_dequantized_for_it(name):
 
 def test_a_program_without_quantized_weights_is_left_alone():
     jaxpr = jax.make_jaxpr(lambda e, t: e[t])(TABLE, INDICES)
-    assert rows_first(jaxpr) is jaxpr
+    assert sink_dequantize(jaxpr) is jaxpr
 
 
 def test_what_is_dequantized_says_so_under_transformations():

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp.testing import assert_in_step
+from jaxmp.testing import assert_replicas_equal
 
 from support import case
 
@@ -64,7 +64,7 @@ def test_devices_that_leave_out_steps_by_themselves_are_reported():
     with pytest.raises(
         AssertionError, match=r"\['b'\]: 3 of 3 elements on .*\n.*\['w'\]: 24 of 24"
     ):
-        assert_in_step(params)
+        assert_replicas_equal(params)
     with pytest.raises(ValueError, match="hold one state of the scaler do not"):
         jaxmp.loss_scaling.check_not_stuck({"params": params, "opt_state": state})
 
@@ -80,7 +80,7 @@ def test_devices_in_step_pass():
     params, state = trained(None, average=True)
     assert int(jaxmp.loss_scaling.skipped_count(state)) == 2
     jaxmp.loss_scaling.check_not_stuck(state)
-    assert_in_step((params, state))
+    assert_replicas_equal((params, state))
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_gradients_that_nobody_averaged_are_found_without_a_scaler():
     params, state = trained(None, policy="float32")
     jaxmp.loss_scaling.check_not_stuck(state)  # every step was finite, on all
     with pytest.raises(AssertionError, match=r"average gradients over devices"):
-        assert_in_step(params)
+        assert_replicas_equal(params)
 
 
 def on(spec, x):
@@ -114,26 +114,26 @@ def test_a_single_bit_is_found():
         tree = {"kept": kept, "off": unlike(np.ones((2, 4), dtype))}
         expected = r"\n  \['off'\]: 1 of 8 elements on \S+\nUnder"
         with case(dtype), pytest.raises(AssertionError, match=expected):
-            assert_in_step(tree)
-    assert_in_step({"kept": kept})
+            assert_replicas_equal(tree)
+    assert_replicas_equal({"kept": kept})
 
 
 def test_parts_of_an_array_are_compared_with_those_of_the_same_place():
-    assert_in_step(on(P("data"), jnp.arange(8.0)))  # each of four parts is on two devices
+    assert_replicas_equal(on(P("data"), jnp.arange(8.0)))  # each of four parts is on two devices
     with pytest.raises(AssertionError, match="the array: 1 of 2 elements"):
-        assert_in_step(unlike(np.arange(8.0, dtype="float32"), "data"))
+        assert_replicas_equal(unlike(np.arange(8.0, dtype="float32"), "data"))
 
 
 def test_what_cannot_differ_passes():
     nan = on(P(), np.array([np.nan, -0.0], "float32"))
     key = on(P(), jax.random.key(0))
-    assert_in_step((nan, key, on(P(), np.zeros((0, 3))), None, 2.0, np.ones(3)))
+    assert_replicas_equal((nan, key, on(P(), np.zeros((0, 3))), None, 2.0, np.ones(3)))
 
 
 def test_many_are_counted():
     tree = [unlike(np.ones(1, "float32")) for _ in range(11)]
     with pytest.raises(AssertionError, match=r"\n  \[7\]: .*\n  and 3 more\n"):
-        assert_in_step(tree)
+        assert_replicas_equal(tree)
 
 
 def test_states_of_an_ensemble_may_differ():
@@ -145,7 +145,7 @@ def test_states_of_an_ensemble_may_differ():
 
 def test_what_is_refused():
     for tree in (jnp.ones(3), on(P(("data", "model")), jnp.ones(8)), {}, None):
-        with pytest.raises(ValueError, match="assert_in_step: no array in it is on several"):
-            assert_in_step(tree)
-    with pytest.raises(TypeError, match="assert_in_step: reads values, so call it outside jit"):
-        jax.jit(assert_in_step)(jnp.ones(3))
+        with pytest.raises(ValueError, match="assert_replicas_equal: no array in it is on several"):
+            assert_replicas_equal(tree)
+    with pytest.raises(TypeError, match="assert_replicas_equal: reads values, so call it"):
+        jax.jit(assert_replicas_equal)(jnp.ones(3))

@@ -108,6 +108,8 @@ def test_names_that_were_at_the_root_say_where_they_are():
         _ = jaxmp.deepseek
     with pytest.raises(AttributeError, match="it is assert_products_in"):
         _ = jaxmp.testing.assert_contractions_in
+    with pytest.raises(AttributeError, match="it is assert_replicas_equal"):
+        _ = jaxmp.testing.assert_in_step
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         _ = jaxmp.nothing
 

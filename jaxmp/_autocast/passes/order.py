@@ -6,11 +6,18 @@ A pass takes the plan of a jaxpr, and the planner that made it, and returns a pl
 from jaxmp._autocast.derivatives import derive
 from jaxmp._autocast.passes.early_casts import narrow_early, widen_early
 from jaxmp._autocast.passes.fused_attention.find import fuse
-from jaxmp._autocast.passes.softmax_vjp import attend
+from jaxmp._autocast.passes.softmax_vjp import fuse_softmax_vjp
 from jaxmp._autocast.passes.stored_weights import scale_after
 from jaxmp._autocast.passes.take_along_axis import take_by_comparison
 from jaxmp._autocast.passes.watch_overflow import watch_overflow
 from jaxmp._autocast.planning import Pass
 
 CASTS: tuple[Pass, ...] = (narrow_early, widen_early, scale_after)
-PASSES: tuple[Pass, ...] = (*CASTS, take_by_comparison, fuse, attend, watch_overflow, derive)
+PASSES: tuple[Pass, ...] = (
+    *CASTS,
+    take_by_comparison,
+    fuse,
+    fuse_softmax_vjp,
+    watch_overflow,
+    derive,
+)

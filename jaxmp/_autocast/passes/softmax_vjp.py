@@ -74,17 +74,17 @@ class SoftmaxDot(Op):
         probabilities = operands[self.side]
         if softmax.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])
-        scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
+        scores, *others = (env.arrays[v] for v in (softmax.scores, *self._others))
         group = self._group(eqn, out.dtype, looped=env.looped)
         other = operands[1 - self.side]
-        return [_with_derivative(group)(out, scores, probabilities, other, *beside)]
+        return [_with_derivative(group)(out, scores, probabilities, other, *others)]
 
     def reads(self, step: Step) -> list[Any]:
         given = self.softmax.scores, self.softmax.result
-        return [*super().reads(step), *given, *self._beside]
+        return [*super().reads(step), *given, *self._others]
 
     @property
-    def _beside(self) -> list[Any]:
+    def _others(self) -> list[Any]:
         """The variables that masks of the scores are computed from, and the sources."""
         return [*(mask.operand for mask in self.softmax.masks), *self.sources]
 
@@ -104,7 +104,7 @@ class SoftmaxDot(Op):
         )
 
 
-def attend(plan: Plan, _planner: object = None) -> Plan:
+def fuse_softmax_vjp(plan: Plan, _planner: object = None) -> Plan:
     """Returns a plan in which products of a softmax are differentiated together with it.
 
     That is, if nothing else reads the softmax: for other readers it is saved in float32 anyway.
@@ -118,7 +118,7 @@ def attend(plan: Plan, _planner: object = None) -> Plan:
 
 
 def without_attention(step: Step) -> Step:
-    """Returns a step that `attend` changed as the product that it was."""
+    """Returns a step that `fuse_softmax_vjp` changed as the product that it was."""
     why = step.why.without(Kind.SOFTMAX)
     return dataclasses.replace(step, op=Dot(step.op.parameters), why=why)
 

@@ -87,7 +87,7 @@ def _softmax_of(atom: Any, program: Inlined, steps: int = 16) -> Softmax | None:
         return _unmasked(found)
     for operand in _linear_in(eqn, program):
         if (found := _softmax_of(operand, program, steps - 1)) is not None:
-            return _longer(found, eqn)
+            return _extended(found, eqn)
     return None
 
 
@@ -218,7 +218,7 @@ def _linear_in(eqn: JaxprEqn, program: Inlined) -> tuple[Any, ...]:
     return ()
 
 
-def _longer(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
+def _extended(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
     """Returns a softmax with one more equation on its path; None if that mixes rows."""
     softmax = softmax._replace(eqns=(*softmax.eqns, eqn))
     moved, moves = softmax.moved_axis, softmax.moves

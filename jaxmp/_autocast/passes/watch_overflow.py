@@ -23,7 +23,7 @@ from jax.extend.core import Literal
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import Op, Plan, Step
-from jaxmp._autocast.primitives import GROWING, LOW
+from jaxmp._autocast.primitives import LOW, MAY_OVERFLOW
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.source import is_backward
@@ -98,7 +98,7 @@ class Watched(Op):
             if x.dtype.itemsize > FLOAT16.itemsize and env.copied(atom, read) is None:
                 env.arrays[atom] = _marked(x, jnp.any(jnp.isfinite(x) & (jnp.abs(x) >= _BEYOND)))
         outs = self.op.run(step, env)
-        if step.eqn.primitive.name not in LOW | GROWING or step.outs[0] != FLOAT16:
+        if step.eqn.primitive.name not in LOW | MAY_OVERFLOW or step.outs[0] != FLOAT16:
             return outs
         made = jnp.isinf(outs[0])
         if step.eqn.primitive.name not in LOW:  # a product of infinities is one, or NaN

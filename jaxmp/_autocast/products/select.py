@@ -60,7 +60,7 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
         chosen = f"estimated at {gain.ratio:.2f} of the time of 16 bits on {chip.name}"
         if not gain.pays:
             return skipped(Skipped(f"{recipe} is {chosen}", intended=True))
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "recipe": recipe,
         "dtype": next((d for d in decision.dtypes if d is not None), FLOAT32),
         "sharding": out_sharding(eqn),
@@ -68,11 +68,11 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     }
     product: Contraction
     if _is_ragged(eqn):
-        product = RaggedProduct(weight=1, **common)
+        product = RaggedProduct(weight=1, **options)
     else:
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
         kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
-        product = kind(sides=sides, weight=int(not left), **common)
+        product = kind(sides=sides, weight=int(not left), **options)
     why = decision.why.noted(Kind.RECIPE, recipe)
     return decision._replace(
         why=why.noted(Kind.CHOSEN, chosen) if chosen else why,

@@ -79,22 +79,24 @@ class FusedAttention(Op):
         q, k = env.operands(self.scores)
         other = 1 - self.side
         v = env.read(step.eqn.invars[other], step.casts[other])
-        beside = [evaluate(value, wide) for value in self._beside]
-        arrays = self.arrays(step, q, k, v, *beside)
+        biases_and_masks = [evaluate(value, wide) for value in self._biases_and_masks]
+        arrays = self.arrays(step, q, k, v, *biases_and_masks)
         return [self.layout.from_result(attention(self.kernel, self.call)(*arrays))]
 
     def reads(self, step: Step) -> list[Any]:
-        beside = [leaf for value in self._beside for leaf in leaves(value)]
-        return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *beside]
+        biases_and_masks = [leaf for value in self._biases_and_masks for leaf in leaves(value)]
+        return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *biases_and_masks]
 
     def given(self, step: Step) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of the arrays that `arrays` takes."""
         low = step.outs[0]
         operands = [*self.scores.eqn.invars, step.eqn.invars[1 - self.side]]
         avals = [jax.ShapeDtypeStruct(shape_of(v), low) for v in operands]
-        return avals + [jax.ShapeDtypeStruct(v.shape, dtype_of(v.atom)) for v in self._beside]
+        return avals + [
+            jax.ShapeDtypeStruct(v.shape, dtype_of(v.atom)) for v in self._biases_and_masks
+        ]
 
-    def arrays(self, step: Step, q: Any, k: Any, v: Any, *beside: Any) -> list[Any]:
+    def arrays(self, step: Step, q: Any, k: Any, v: Any, *biases_and_masks: Any) -> list[Any]:
         """Returns the operands of the kernel, laid out: queries, keys, values, a bias and a mask.
 
         Args:
@@ -102,7 +104,7 @@ class FusedAttention(Op):
           q: the operands of the first, in the order of the program.
           k: likewise.
           v: the other operand of the second.
-          *beside: the biases, and then the masks.
+          *biases_and_masks: the biases, and then the masks.
         """
         layout = self.layout
         heads, keys = (*layout.heads, *layout.groups), (layout.keys,)
@@ -118,11 +120,11 @@ class FusedAttention(Op):
         n_biases = len(self.biases)
         biases = [
             of_scores(array if factor == 1 else array * np.float32(factor), bias.axes)
-            for (bias, factor), array in zip(self.biases, beside[:n_biases], strict=True)
+            for (bias, factor), array in zip(self.biases, biases_and_masks[:n_biases], strict=True)
         ]
         masks = [
             of_scores(array if mask.where else lax.bitwise_not(array), mask.array.axes)
-            for mask, array in zip(self.masks, beside[n_biases:], strict=True)
+            for mask, array in zip(self.masks, biases_and_masks[n_biases:], strict=True)
         ]
         return [
             operand(q, layout.of_queries, layout.queries, heads),
@@ -133,7 +135,7 @@ class FusedAttention(Op):
         ]
 
     @property
-    def _beside(self) -> list[ValueRef]:
+    def _biases_and_masks(self) -> list[ValueRef]:
         arrays = [bias.array for bias in self.biases] + [mask.array for mask in self.masks]
         return [array.value for array in arrays]
 
