@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.equation_parameters import exponent
 from jaxmp._jaxprs.primitive_table import Flag, flagged, of_kind
 
@@ -43,7 +42,7 @@ def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
     name = eqn.primitive.name
     if name in _LINEAR:
         # Indices and predicates have no power.
-        floating = [d for d, v in zip(degrees, eqn.invars, strict=True) if _is_floating(v)]
+        floating = [d for d, v in zip(degrees, eqn.invars, strict=True) if is_inexact(v.aval)]
         return alike(floating or degrees)
     if name in _PRODUCTS:
         return _of_product(eqn, degrees)
@@ -68,8 +67,3 @@ def _of_product(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
             return exponent(eqn.params) * known[0]
         case _:
             return sum(known)
-
-
-def _is_floating(atom: Any) -> bool:
-    dtype = dtype_of(atom)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))

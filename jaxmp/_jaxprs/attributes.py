@@ -61,9 +61,11 @@ def is_weak(value: Any) -> bool:
 
 
 def is_inexact(value: Any) -> bool:
-    """Returns whether an array or aval is floating or complex; tangents of others are float0."""
+    """Returns whether a number, array or aval is floating or complex: has tangents of its dtype."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+    if dtype is None:
+        return isinstance(value, (float, complex))
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def with_weak_type(array: Any, *, weak: bool) -> Any:

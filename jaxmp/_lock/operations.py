@@ -17,6 +17,7 @@ from jaxmp._autocast.annotations import kept_at
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.why import Kind
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import called, dtype_of
 from jaxmp._jaxprs.equation_parameters import precision
 from jaxmp._jaxprs.place import Place
@@ -58,7 +59,7 @@ def of_equation(eqn: JaxprEqn, place: Place) -> tuple[str, str] | None:
       ('matmul', 'bfloat16*bfloat16 -> bfloat16')
     """
     name = eqn.primitive.name
-    ins, outs = ([str(d) for v in vs if _is_float(d := dtype_of(v))] for vs in _atoms(eqn))
+    ins, outs = ([str(v.aval.dtype) for v in vs if is_inexact(v.aval)] for vs in _atoms(eqn))
     if name in LOW:
         said = f"{'*'.join(str(dtype_of(v)) for v in eqn.invars[:2])} -> {dtype_of(eqn.outvars[0])}"
         return PRODUCTS[name], said + _precision(eqn) + _reason(eqn, place)
@@ -85,15 +86,11 @@ def count(eqn: JaxprEqn) -> int:
     """Returns how many operations an equation counts as: a collective, one per floating operand."""
     if eqn.primitive.name not in _COLLECTIVES:
         return 1
-    return sum(_is_float(dtype_of(v)) for v in eqn.invars)
+    return sum(is_inexact(v.aval) for v in eqn.invars)
 
 
 def _atoms(eqn: JaxprEqn) -> tuple[Any, Any]:
     return eqn.invars, eqn.outvars
-
-
-def _is_float(dtype: Any) -> bool:
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _precision(eqn: JaxprEqn) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import short_type
+from jaxmp._jaxprs.attributes import is_inexact, short_type
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.follow import Follower
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
@@ -182,8 +182,7 @@ def looked_into(eqn: JaxprEqn) -> tuple[Inner, ...]:
 
 def is_measured(var: Any) -> bool:
     """Returns whether a variable is a floating or complex array."""
-    dtype = dtype_of(var)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+    return is_inexact(var.aval)
 
 
 def _widens(eqn: JaxprEqn) -> bool:

@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.aux_outputs import Extra, Out
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import summed
@@ -150,14 +151,10 @@ def _summed(eqn: JaxprEqn, operands: Sequence[Any], x: Any, random: Any, dtype: 
     is half that of the last for terms of any sign, and a third for terms of one sign: a random walk
     of n / 2 steps, in units of the sum or the root of the sum of squares, the greater of the two.
     """
-    squares = [jnp.square(jnp.abs(y)) if _is_inexact(y) else y for y in operands]
+    squares = [jnp.square(jnp.abs(y)) if is_inexact(y) else y for y in operands]
     types = {"preferred_element_type": squares[0].dtype} if eqn.primitive.name in _PRODUCTS else {}
     [terms] = compat.bind(eqn, squares, **types)
     scale = jnp.maximum(jnp.abs(x), jnp.sqrt(terms))
     walk = (1 + summed(eqn) / 2) ** 0.5 * float(jnp.finfo(dtype).eps)
     by_chance = random.astype(FLOAT32) * np.float32(2.0**-32) - np.float32(0.5)
     return x + (walk * by_chance * scale).astype(x.dtype)
-
-
-def _is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))

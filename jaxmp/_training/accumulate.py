@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxmp._jaxprs.attributes import explicit_sharding, filled, with_dtype
+from jaxmp._jaxprs.attributes import explicit_sharding, filled, is_inexact, with_dtype
 from jaxmp._jaxprs.source import level_of_user
 from jaxmp._training.checks import check_arrays, check_count, check_gradients
-from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite
+from jaxmp._training.gradients import factor_for, is_overwrite
 from jaxmp._training.key_data import is_typed
 
 __all__ = ["accumulate_gradients"]

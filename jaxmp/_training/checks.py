@@ -18,7 +18,8 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 
 from jaxmp._flax import AxisMetadata
-from jaxmp._training.gradients import is_inexact, show
+from jaxmp._jaxprs.attributes import is_inexact
+from jaxmp._training.gradients import show
 
 __all__ = [
     "as_transformation",

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._jaxprs.attributes import explicit_sharding, is_weak
+from jaxmp._jaxprs.attributes import explicit_sharding, is_inexact, is_weak
 from jaxmp.tree import widen_floating
 
-__all__ = ["factor_for", "is_inexact", "is_overwrite", "show", "strong", "widened"]
+__all__ = ["factor_for", "is_overwrite", "show", "strong", "widened"]
 
 # The collection in which Flax keeps the scales and histories of its float8 layers. They travel as
 # gradients but are new values.
@@ -32,14 +32,6 @@ def widened(path: tuple[Any, ...], grad: Any) -> Any:
     if is_overwrite(path) or not is_inexact(grad):
         return grad
     return strong(jnp.asarray(widen_floating(grad)))
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf is a floating or complex number, or an array of those."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex))
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def strong(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxmp._jaxprs.attributes import varying_axes
+from jaxmp._jaxprs.attributes import is_inexact, varying_axes
 from jaxmp._jaxprs.scopes import TESTED
 from jaxmp._training.checks import (
     as_transformation,
@@ -24,7 +24,7 @@ from jaxmp._training.checks import (
     check_structure,
     update_inner,
 )
-from jaxmp._training.gradients import is_inexact, strong, widened
+from jaxmp._training.gradients import strong, widened
 from jaxmp._training.opt_state import find_scalers
 from jaxmp._training.policies_checked import float16_in
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
