@@ -6,7 +6,7 @@ float32, as on any accelerator. Nothing is fused, and nothing is kept in more bi
 that a program has one result on every JAX and machine. Tests compare with it what `autocast` makes
 of a program: it is a truth of its own, and takes a tenth of the time of a first compilation.
 
-Random bits and decompositions of matrices are JAX's own (`AS_JAX`).
+Random bits, decompositions of matrices and a few others are JAX's own (`AS_JAX`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from jaxmp._jaxprs.higher_order import inside
 
 RULES: dict[str, Callable[..., Any]] = {}
 
-# Integers that JAX defines, and what LAPACK computes for JAX, too.
+# Integers that JAX defines, what LAPACK computes for JAX, and what has no short rule.
 AS_JAX = frozenset(
     {
         *("random_seed", "random_bits", "random_wrap", "random_unwrap", "random_fold_in"),
         *("random_split", "random_clone", "threefry2x32"),
         *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "svd"),
         *("lu_pivots_to_permutation", "triangular_solve", "fft", "digamma", "lgamma"),
+        *("polygamma", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),
     }
 )
 

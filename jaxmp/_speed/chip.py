@@ -50,7 +50,7 @@ class Chip:
       launch_seconds: the least time of a kernel.
       fuses: whether the largest magnitude of an array, and the cast of a weight to 16 bits, are
         fused into the operations around them (TPU), rather than passes of their own.
-      turns: whether 8-bit products take operands in one order only, so that half of them are
+      transposes: whether 8-bit products take operands in one order only, so that half of them are
         transposed first (NVIDIA before compute capability 10).
       recipe: the recipe that ``matmul="auto"`` takes; empty for none.
     """

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._autocast.passes.softmax_vjp import attend
+from jaxmp._autocast.passes.softmax_vjp import fuse_softmax_vjp
 
 from support import (
     assert_same_program,
@@ -236,7 +236,7 @@ def exact(fn: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture
 def without():
     """autocast without this pass."""
-    return autocast_without(attend, data=0)
+    return autocast_without(fuse_softmax_vjp, data=0)
 
 
 def test_it_is_found() -> None:

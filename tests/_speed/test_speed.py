@@ -176,7 +176,7 @@ def test_an_estimate_is_the_sum_of_its_parts():
         (3 + 5 + 3 + 3 + 2) * array
     )
     # What takes operands in one order only turns one of each product.
-    turning = dataclasses.replace(chip, turns=True)
+    turning = dataclasses.replace(chip, transposes=True)
     assert estimate(float8(), turning, 1000, 1000, 1000).quantizing == pytest.approx(
         (19 + 6) * array
     )
