@@ -37,8 +37,11 @@ import jaxmp
 from support import assert_same_program, float16_is_slow, iter_eqns
 
 DRAWS = 8
-# What else a random program multiplies by may be more: they are not models.
-pytestmark = pytest.mark.filterwarnings("ignore:.*argnums does not name as parameters")
+# They are not models: what else they multiply by may be more, and all their products exact.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*argnums does not name as parameters"),
+    pytest.mark.filterwarnings("ignore:.*asked for precision=HIGHEST"),
+]
 PARAMETERS = (2, 3, 4)  # of `random_programs.INPUTS`: the vector and the two matrices
 SPREADS = 4.0
 FLOORS = 1.5
