@@ -159,8 +159,8 @@ def _read_ops(ops: Any, what: str) -> tuple[tuple[str, str], ...]:
 
 
 def _unknown(op_class: object) -> str:
-    renamed = {"low": 0, "full": 1, "follow": 2, "transparent": 3, "own": 4}
-    hint = f", which is {OP_CLASSES[renamed[op_class]]} now" if op_class in renamed else ""
+    renamed = zip(("low", "full", "follow", "transparent", "own"), OP_CLASSES, strict=True)
+    hint = "".join(f", which is {new} now" for old, new in renamed if op_class == old)
     return f"unknown class {shown(op_class)}{hint}; the classes are {', '.join(OP_CLASSES)}"
 
 

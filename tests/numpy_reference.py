@@ -22,6 +22,7 @@ import numpy as np
 from scipy import special
 
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.dataflow import interpret
 from jaxmp._jaxprs.higher_order import inside
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -88,14 +89,10 @@ def _run(jaxpr: Any, args: Sequence[Any], rounding: Rounding | None = None) -> l
     }
     env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        is_literal = hasattr(atom, "val")
-        return constant(np.asarray(atom.val, atom.aval.dtype)) if is_literal else env[atom]
+    def literal(atom: Any) -> Any:
+        return constant(np.asarray(atom.val, atom.aval.dtype))
 
-    for eqn in jaxpr.eqns:
-        outs = _equation(eqn, [read(v) for v in eqn.invars], rounding)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return interpret(jaxpr, env, literal, lambda eqn, ins: _equation(eqn, ins, rounding))
 
 
 def _equation(eqn: Any, operands: list[Any], rounding: Rounding | None) -> list[Any]:

@@ -233,6 +233,7 @@ def test_ops_that_say_nothing_are_refused():
     no_mapping = "Policy: ops takes a mapping from primitives"
     for ops, error, message in (
         ({lax.exp_p: "half"}, ValueError, unknown),
+        ({lax.exp_p: ["move"]}, ValueError, r"unknown class \['move'\]; the classes are"),
         (
             {lax.exp_p: "compute", "exp": "full_precision"},
             ValueError,

@@ -112,5 +112,5 @@ class _Follower(Follower[Known]):
         return [out._replace(name=name_of(at, ins))] * len(eqn.outvars)
 
     def join(self, a: Known, b: Known) -> Known:
-        joins = (join for _, join in ANALYSES.values())
-        return Known(*(join(x, y) for join, x, y in zip(joins, a, b, strict=True)))
+        each = {name: (getattr(a, name), getattr(b, name)) for name in ANALYSES}
+        return Known(**{name: join(*each[name]) for name, (_, join) in ANALYSES.items()})
