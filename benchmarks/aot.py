@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from jaxmp._autocast.flops import contraction_flops
-from jaxmp._preflight.aot_worker import topology_devices
-from jaxmp._preflight.hlo import read_hlo
-from jaxmp._speed.target import parse_target
+from jaxmp._core.plan.flops import contraction_flops
+from jaxmp._tools.preflight.aot_worker import topology_devices
+from jaxmp._tools.preflight.hlo import read_hlo
+from jaxmp._tools.speed.target import parse_target
 
 TARGETS = ("tpu-v5e", "gpu-h100")
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})

@@ -81,8 +81,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from jaxmp import _chips
-from jaxmp._speed.target import chip_names
+from jaxmp._core import chips
+from jaxmp._tools.speed.target import chip_names
 
 import aot
 import peers
@@ -282,10 +282,10 @@ class Cache:
         self._path = path
         self._rows = json.loads(path.read_text()) if path and path.exists() else {}
         here = Path(__file__).parent
-        chips = Path(_chips.__file__).with_name("chips.toml")
+        table = Path(chips.__file__).with_name("chips.toml")
         files = ["models.py", "transformer.py", "convnets.py", "mixtures.py", "graphs.py"]
         files += ["peers.py", "aot.py"]
-        sources = [*(here / name for name in files), chips]
+        sources = [*(here / name for name in files), table]
         # A row is stale once anything that made it has changed.
         self._made_by = "|".join(
             [f"seeds={seeds}", os.environ["XLA_FLAGS"]]

@@ -53,10 +53,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._preflight.aot_worker import topology_devices
-from jaxmp._preflight.collectives_report import rows_of_collectives
-from jaxmp._preflight.hlo import HloProgram, read_hlo
-from jaxmp._speed.target import parse_target
+from jaxmp._tools.preflight.aot_worker import topology_devices
+from jaxmp._tools.preflight.hlo import HloProgram, read_hlo
+from jaxmp._tools.preflight.hlo_collectives import rows_of_collectives
+from jaxmp._tools.speed.target import parse_target
 
 import gathers
 from transformer import Block, TransformerLM

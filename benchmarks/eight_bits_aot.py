@@ -35,9 +35,9 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from jaxmp._preflight.hlo import Multiplied
-from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
-from jaxmp._speed import chip_named, warning
+from jaxmp._core.speed import chip_named, warning
+from jaxmp._tools.preflight.hlo import Multiplied
+from jaxmp._tools.preflight.report import AS_WRITTEN, Preflight, PreflightReport
 
 import aot
 from models import CASES

@@ -52,9 +52,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._preflight.collectives_report import rows_of_collectives
-from jaxmp._preflight.report import Preflight
-from jaxmp._speed.target import Target, parse_target
+from jaxmp._tools.preflight.hlo_collectives import rows_of_collectives
+from jaxmp._tools.preflight.report import Preflight
+from jaxmp._tools.speed.target import Target, parse_target
 
 from collectives_aot import table
 from llama import TENSOR_AXES, Layer, Llama

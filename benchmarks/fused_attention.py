@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp._preflight.hlo import read_hlo
+from jaxmp._tools.preflight.hlo import read_hlo
 
 from aot import TARGETS, compile_on
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxmp._preflight.hlo_text import (
+from jaxmp._tools.preflight.hlo_text import (
     Computation,
     Instruction,
     computations,

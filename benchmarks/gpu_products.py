@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
-from jaxmp._autocast.products.derivative import contract
-from jaxmp._autocast.products.product import ScaledProduct, Sides
-from jaxmp._autocast.products.quantize import quantize
+from jaxmp._core.products.derivative import contract, quantize
+from jaxmp._core.products.product import ScaledProduct, Sides
 from jaxmp.recipes import parse_recipe
 
 LOW = jnp.bfloat16

@@ -28,7 +28,7 @@ import optax
 from jax import lax
 
 import jaxmp
-from jaxmp._numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
+from jaxmp._tools.numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
 
 import aot
 from loss_scale_aot import LM_B, Library, compile_step

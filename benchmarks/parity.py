@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp._jaxprs.trace import trace
-from jaxmp._parity.parity import prepare
-from jaxmp._parity.rounding import AsWritten
-from jaxmp._parity.tolerance import prepare_tolerance
+from jaxmp._core.jaxprs.trace import trace
+from jaxmp._tools.parity.parity import prepare
+from jaxmp._tools.parity.runs import AsWritten
+from jaxmp._tools.parity.tolerance import prepare_tolerance
 
 POLICY = "mixed_bfloat16"
 

@@ -31,7 +31,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._lock.check import check
+from jaxmp._tools.lock.check import check
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from public_models import attention, configured, decoders, vision

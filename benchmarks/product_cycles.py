@@ -8,8 +8,8 @@ It compiles, and needs no accelerator: `benchmarks/aot.py` says what to install.
 
 * `products`: one product of two matrices of `--size`, quantized already, its result scaled and
   returned in bfloat16, over the same product in bfloat16: `relative` in
-  `jaxmp/_chips/chips.toml`; and of one that sums the first axes, as the gradient of the weights
-  does: `relative_grad_weight` there.
+  `jaxmp/_core/chips/chips.toml`; and of one that sums the first axes, as the gradient of the
+  weights does: `relative_grad_weight` there.
 * `passes`: reading a float32 matrix of `--size` for its largest magnitude, and reading it and
   writing it in 8 bits: the bytes in the cycles in which the chip multiplies one FLOP in bfloat16,
   over what the documented peaks make of it: `achieved.memory` there. And what a product in
@@ -17,7 +17,8 @@ It compiles, and needs no accelerator: `benchmarks/aot.py` says what to install.
 * `ffn`: forward and backward of two layers, `--width` -> `--hidden` -> `--width`, of `--tokens`
   float32 inputs with a GELU between them, under `jaxmp.wrap`: parameters are float32, and
   quantizing all that is multiplied is part of it. A third layer of 16 outputs reads what comes of
-  them, and is bfloat16 in both. Beside it stands what `jaxmp._speed` estimates of the two layers.
+  them, and is bfloat16 in both. Beside it stands what `jaxmp._core.speed` estimates of the two
+  layers.
 
 Cycles are the sum of the schedule's `estimated_cycles`. Of some operations XLA does not know them;
 they are left out, on both sides, and their number is printed.
@@ -39,8 +40,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxmp
-from jaxmp._preflight.hlo import HloProgram, read_hlo
-from jaxmp._speed import chip_named, estimate
+from jaxmp._core.speed import chip_named, estimate
+from jaxmp._tools.preflight.hlo import HloProgram, read_hlo
 from jaxmp.devices import chips
 from jaxmp.recipes import parse_recipe
 

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 
 import jaxmp
-from jaxmp._preflight.report import AS_WRITTEN, PreflightReport
-from jaxmp._speed import chip_named
-from jaxmp._speed.target import parse_target
+from jaxmp._core.speed import chip_named
+from jaxmp._tools.preflight.report import AS_WRITTEN, PreflightReport
+from jaxmp._tools.speed.target import parse_target
 
 import fsdp
 import when_it_pays

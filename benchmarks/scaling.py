@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._autocast.products.quantize import quantize
-from jaxmp._scaled import dequantize
+from jaxmp._core.products.derivative import quantize
+from jaxmp._core.products.scaled import dequantize
 from jaxmp.recipes import FORMATS
 
 STEPS, SPIKES, TIMES, HISTORY = 64, (24, 44), (30, 30_000), 16

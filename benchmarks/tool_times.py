@@ -36,8 +36,8 @@ import numpy as np
 import optax
 
 import jaxmp
-from jaxmp._numerics.capture import prepare
-from jaxmp._preflight.preflight import CompilerMissingError
+from jaxmp._tools.numerics.capture import prepare
+from jaxmp._tools.preflight.preflight import CompilerMissingError
 
 POLICY = "mixed_bfloat16"
 TARGETS = ("gpu-h100", "tpu-v5e")

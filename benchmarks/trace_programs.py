@@ -10,6 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import jaxmp
+
 from models import trace_case
 from transformer import Block, TransformerLM
 
@@ -168,4 +170,48 @@ PROGRAMS: dict[str, tuple[Callable[[int], Program], tuple[int, ...]]] = {
     "nn.remat": (rematted_language_model, (4,)),
     "lines": (lines, (2000,)),
     "flash": (flash_attention, (1,)),
+}
+
+
+# Eager calls, as written and under a policy.
+
+DEPTH = 20
+
+
+class _MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(DEPTH):
+            x = nn.relu(nn.Dense(WIDTH)(x))
+        return x
+
+
+def linen_mlp(policy: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """An MLP of twenty layers in Linen, and the same wrapped."""
+    model, x = _MLP(), jnp.ones((ROWS, WIDTH))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    wrapped = jaxmp.wrap(model, policy)
+    return lambda: model.apply(variables, x), lambda: wrapped.apply(variables, x)
+
+
+def plain_mlp(
+    activation: Callable[[jax.Array], jax.Array], policy: str
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """An MLP of twenty layers in plain JAX, and the same under autocast."""
+    weights = [(jnp.ones((WIDTH, WIDTH)), jnp.ones(WIDTH)) for _ in range(DEPTH)]
+    x = jnp.ones((ROWS, WIDTH))
+
+    def mlp(weights: Any, x: jax.Array) -> jax.Array:
+        for weight, bias in weights:
+            x = activation(x @ weight + bias)
+        return x
+
+    fast = jaxmp.autocast(mlp, policy)
+    return lambda: mlp(weights, x), lambda: fast(weights, x)
+
+
+EAGER: dict[str, Callable[[str], tuple[Callable[[], Any], Callable[[], Any]]]] = {
+    "MLP, relu": functools.partial(plain_mlp, jax.nn.relu),
+    "MLP, tanh": functools.partial(plain_mlp, jnp.tanh),
+    "MLP, relu, in Linen": linen_mlp,
 }

@@ -4,6 +4,7 @@
     python benchmarks/trace_time.py --recompute --runs 6
     python benchmarks/trace_time.py --programs            # one table of all of them: growth
     python benchmarks/trace_time.py --programs jit remat  # some of them
+    python benchmarks/trace_time.py --eager               # calls outside of jit
 
 It measures the process CPU time (`time.process_time`) of
 `jax.jit(jax.value_and_grad(loss)).trace(params, ...)` for a language model of twelve layers,
@@ -13,6 +14,9 @@ the clock; a first, unmeasured run of each imports what is imported lazily.
 
 With `--programs` it prints for each program of `trace_programs.py`, in each of its sizes, the
 ratio of the shortest times of five runs: of a program that repeats itself it does not grow.
+
+With `--eager` it prints the CPU time of calls without `jax.jit`, after three that are not timed,
+for the MLPs of `trace_programs.EAGER`: the shortest of twenty, and its ratio to that as written.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import time
 
 import jax
 from autocast_aot import FLOAT32, JAXMP, JAXMP_AGAIN, POLICIES, loss_of, versions
-from trace_programs import PROGRAMS, Program
+from trace_programs import EAGER, PROGRAMS, Program
 
 import jaxmp
 
@@ -42,6 +46,7 @@ PROGRAM_LIMITS = {
     "lines": 1.8,
     "flash": 2.5,
 }
+EAGER_LIMIT = 6.0
 
 
 def seconds(variant: str) -> float:
@@ -92,6 +97,28 @@ def _ratio(runs: int, make, size: int, policy: str) -> float:
     return min(times[policy]) / min(times[None])
 
 
+def eager_seconds(call) -> float:
+    """The shortest CPU time of calls after the first three."""
+    times = []
+    for run in range(23):
+        start = time.process_time()
+        jax.block_until_ready(call())
+        if run >= 3:
+            times.append(time.process_time() - start)
+    return min(times)
+
+
+def eager(names: list[str]) -> list[float]:
+    """Prints the times of eager calls, and returns their ratios to those as written."""
+    found = []
+    print(f"{'eager call':22} as written   jaxmp        ratio (at most {EAGER_LIMIT})")
+    for name in names:
+        plain, fast = map(eager_seconds, EAGER[name](POLICIES[JAXMP]))
+        found.append(fast / plain)
+        print(f"{name:22} {plain * 1e3:7.2f} ms   {fast * 1e3:7.2f} ms   {fast / plain:.2f}")
+    return found
+
+
 def ratios(runs: int, variants: list[str]) -> dict[str, float]:
     """Prints the times, and returns their medians as ratios to the first variant's."""
     times: dict[str, list[float]] = {variant: [] for variant in variants}
@@ -121,6 +148,7 @@ def main() -> int:
         "--programs", nargs="*", metavar="NAME", choices=list(PROGRAM_LIMITS),
         help=f"ratios of programs that grow: all, or {names}",
     )  # fmt: skip
+    parser.add_argument("--eager", action="store_true", help="calls outside of jit")
     parser.add_argument("--runs", type=int, help="default: 10, and 5 of --programs")
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
     args = parser.parse_args()
@@ -129,6 +157,8 @@ def main() -> int:
         grown = growth(args.runs or 5, args.programs or list(PROGRAM_LIMITS))
         missed = [n for n, of_sizes in grown.items() if max(of_sizes) > PROGRAM_LIMITS[n]]
         return int(bool(missed) and args.check)
+    if args.eager:
+        return int(max(eager(list(EAGER))) > EAGER_LIMIT and args.check)
     variants = [FLOAT32, JAXMP, *([JAXMP_AGAIN] if args.recompute else [])]
     found = ratios(args.runs or 10, variants)
     over = [variant for variant, ratio in found.items() if ratio > LIMITS[variant]]

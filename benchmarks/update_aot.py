@@ -20,7 +20,7 @@ import jax
 import optax
 
 import jaxmp
-from jaxmp._preflight.hlo import read_hlo
+from jaxmp._tools.preflight.hlo import read_hlo
 
 from aot import NO_PREFETCH, compile_on
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxmp._speed import Chip, chip_named, estimate
-from jaxmp._speed.choice import WORTH
+from jaxmp._core.speed import Chip, chip_named, estimate
+from jaxmp._core.speed.choice import WORTH
 from jaxmp.recipes import Recipe, float8, mxfp8
 
 LAYER = ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))

@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._speed.target import parse_target
+from jaxmp._tools.speed.target import parse_target
 from jaxmp.losses import linear_cross_entropy
 
 from fsdp import constrained

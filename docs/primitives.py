@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp._jaxprs.primitive_table import of_kind
+from jaxmp._core.jaxprs.primitive_table import of_kind
 
 PAGE = Path(__file__).parent / "reference" / "primitives.md"
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")

@@ -24,8 +24,9 @@ def _file(module: str) -> Path | None:
 def docstring(name: str) -> str | None:
     """The docstring of what `name` is where it is defined; None for what has none, a union."""
     module, _, last = name.rpartition(".")
-    for node in ast.parse(_file(module).read_text(encoding="utf-8")).body:
-        match node:
+    body = ast.parse(_file(module).read_text(encoding="utf-8")).body
+    for node in (n for top in body for n in (top.body if isinstance(top, ast.If) else [top])):
+        match node:  # some names are imported `if TYPE_CHECKING` alone
             case ast.ClassDef() | ast.FunctionDef() if node.name == last:
                 if text := ast.get_docstring(node):  # an overload has none
                     return text

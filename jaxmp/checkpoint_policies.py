@@ -37,13 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jaxmp._jaxprs.attributes import jaxprs_in
-from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
-from jaxmp._jaxprs.compiler_hints import no_excess_precision_p
-from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
-from jaxmp._jaxprs.primitive_table import Flag, flagged
-from jaxmp._jaxprs.walk import equations
-from jaxmp._printable import shown
+from jaxmp._core.jaxprs.attributes import jaxprs_in
+from jaxmp._core.jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
+from jaxmp._core.jaxprs.compiler_hints import no_excess_precision_p
+from jaxmp._core.jaxprs.equation_parameters import dot_axes, reduced_shape
+from jaxmp._core.jaxprs.primitive_table import Flag, flagged
+from jaxmp._core.jaxprs.walk import equations
+from jaxmp._core.printable import shown
 
 __all__ = ["long_products", "products"]
 

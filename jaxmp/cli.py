@@ -13,42 +13,37 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import flax
 import jax
 import jaxlib
 
 from jaxmp import __version__
-from jaxmp._audit.audit import audit
-from jaxmp._audit.findings import FAULTS, KINDS, OVERRULED
-from jaxmp._command_functions import TAKES, attribute_of, load
-from jaxmp._lock.check import check, write
-from jaxmp._numerics.validate import validate
-from jaxmp._numerics.validate_numerics import with_cpu_sums
-from jaxmp._preflight.preflight import CompilerMissingError, preflight
-from jaxmp._printable import printable
-from jaxmp._speed.pays_table import when_it_pays
+from jaxmp._core.printable import printable
+from jaxmp._tools.audit.audit import audit
+from jaxmp._tools.audit.report import FAULTS, KINDS, OVERRULED
+from jaxmp._tools.command_functions import TAKES, add_command, attribute_of, load
+from jaxmp._tools.lock.check import check, write
+from jaxmp._tools.preflight.preflight import CompilerMissingError, preflight
+from jaxmp._tools.speed.pays_table import when_it_pays
+from jaxmp._tools.validate.numerics import with_cpu_sums
+from jaxmp._tools.validate.validate import validate
 from jaxmp.devices import chips, describe
 
-_AUDITS = "what is float32 in a program, what it costs, and which line causes it"
-_AUDIT = "python -m jaxmp audit lm_step:small --policy mixed_bfloat16"
-_PREFLIGHT = (
-    "python -m jaxmp preflight lm_step:base --target gpu-h100 --policy float32 \\\n"
-    "      --policy mixed_bfloat16 --donate 0 --donate 1"
-)
-_VALIDATE = (
-    "python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \\\n"
-    "      --policy mixed_bfloat16 --steps 300 --out validate_lm"
-)
-_DEVICES = "python -m jaxmp devices"
-_LOCKS = "what a program computes in which dtype, into a file; or what has changed since"
-_LOCK = "python -m jaxmp lock lm_step:small --policy mixed_bfloat16 --out precision.lock"
 _UNKNOWN = (
     "no figures for it, only for TPUs and NVIDIA GPUs: name one of those with --target, of audit "
     "and preflight"
 )
 _MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, step, evaluate)"
+# What the docstrings of commands name in braces: their help.
+_TEXTS = {
+    "chips": f"one of {', '.join(chips())}, with sizes as in tpu-v5e:4x4 and gpu-h100:8",
+    "kinds": f"{', '.join(FAULTS)}; also {', '.join(KINDS.keys() - set(FAULTS))}, which is not a "
+    "fault",
+    "make_step": _MAKE_STEP,
+    "takes": TAKES,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,167 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=_versions(), help="of jaxmp, Python, JAX and Flax"
     )
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-
-    command = _add(commands, "audit", _AUDITS, _AUDIT)
-    _add_function(command)
-    command.add_argument(
-        "--policy", help="audit jaxmp.autocast(fn, policy); exit with 1 if it decides nothing"
-    )
-    command.add_argument(
-        "--target", help=f"the chip to audit for; default: the device here; {_chips()}"
-    )
-    command.add_argument(
-        "--fail-on",
-        action="append",
-        default=[],
-        choices=KINDS,
-        metavar="KIND",
-        help=f"exit with 1 if there is such a finding; one of {', '.join(FAULTS)}; also "
-        f"{', '.join(KINDS.keys() - set(FAULTS))}, which is not a fault; repeatable",
-    )
-    command.add_argument(
-        "--all", action="store_true", help="print every finding, however many lines that takes"
-    )
-    command.set_defaults(run=_audit)
-
-    command = _add(commands, "lock", _LOCKS, _LOCK)
-    _add_name(command)
-    command.add_argument(
-        "--policy",
-        help="lock jaxmp.autocast(fn, policy); to compare, the policy of the file is the default",
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("precision.lock"),
-        metavar="FILE",
-        help="the file; default: %(default)s",
-    )
-    does = command.add_mutually_exclusive_group()
-    does.add_argument(
-        "--check", action="store_true", help="compare with the file; exit with 1 if it differs"
-    )
-    does.add_argument(
-        "--update", action="store_true", help="print what has changed, and rewrite the file"
-    )
-    command.add_argument(
-        "--all", action="store_true", help="print every difference, however many lines that takes"
-    )
-    command.set_defaults(run=_lock)
-
-    command = _add(
-        commands,
-        "preflight",
-        "memory, traffic and estimated time on a TPU or GPU that you do not have",
-        _PREFLIGHT,
-    )
-    _add_function(command, nargs="?")
-    command.add_argument(
-        "--table",
-        action="store_true",
-        help="without a function: print for which layers products in 8 bits pay on the target",
-    )
-    command.add_argument("--target", default="tpu-v5e", help=f"default: %(default)s; {_chips()}")
-    command.add_argument(
-        "--policy", action="append", help="side by side; repeatable; default: as written"
-    )
-    command.add_argument(
-        "--donate",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="a positional argument, from 0, whose memory the results may take; repeatable",
-    )
-    command.add_argument(
-        "--max-batch", action="store_true", help="find the largest batch that fits"
-    )
-    command.add_argument(
-        "--max-length", action="store_true", help="find the longest sequence that fits"
-    )
-    command.add_argument(
-        "--batch-argnum",
-        type=int,
-        action="append",
-        metavar="N",
-        help="a positional argument that holds the batch; repeatable; default: the last",
-    )
-    command.add_argument(
-        "--price",
-        type=float,
-        metavar="P",
-        help="of one chip for an hour: print the estimated cost of 1,000 steps",
-    )
-    command.add_argument(
-        "--fail-on",
-        choices=["does-not-fit"],
-        action="append",
-        default=[],
-        help="exit with 1 if a policy needs more memory than there is",
-    )
-    command.set_defaults(run=_preflight)
-
-    command = _add(commands, "validate", "whether a policy trains as float32 does", _VALIDATE)
-    command.add_argument("function", metavar="module:function", help=_MAKE_STEP)
-    command.add_argument("--json", action="store_true", help="print JSON, without the runs")
-    command.add_argument(
-        "--policy",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="POLICY",
-        help="what to compare; repeatable",
-    )
-    command.add_argument("--steps", type=int, required=True, metavar="N", help="steps of each run")
-    command.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="how many seeds; default: %(default)s"
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a folder for finished runs, from which an interrupted validation resumes, and for "
-        "report.json, report.md and, with matplotlib, report.png",
-    )
-    command.add_argument(
-        "--batches",
-        metavar="module:function",
-        help="batches(seed), an iterable of what step(state, batch) takes; default: the step's "
-        "number",
-    )
-    command.add_argument(
-        "--reference",
-        default="float32",
-        metavar="POLICY",
-        help="what to compare with; default: %(default)s",
-    )
-    command.add_argument(
-        "--perturbations",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs per seed that measure the noise; default: %(default)s",
-    )
-    command.add_argument(
-        "--threshold",
-        type=float,
-        default=0.005,
-        help="the largest relative difference in final loss that passes; default: %(default)s",
-    )
-    command.add_argument(
-        "--key",
-        help="identifies the program and its data, such as a version of both: finished runs of the "
-        "same key are reused; default: the first step as JAX traces it",
-    )
-    command.add_argument(
-        "--strict", action="store_true", help="exit with 1 also if a comparison proves nothing"
-    )
-    command.set_defaults(run=_validate)
-
-    command = _add(commands, "devices", "what the devices here multiply natively", _DEVICES)
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_devices)
+    for function in (_audit, _lock, _preflight, _validate, _devices):
+        add_command(commands, function, _TEXTS, ("check_", "update") if function is _lock else ())
     return parser
 
 
@@ -273,104 +109,190 @@ def _versions() -> str:
     return ", ".join([f"jaxmp {__version__}", *others, f"Python {platform.python_version()}"])
 
 
-def _add(commands: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"Prints {summary}.",
-        epilog=f"example (the programs are in the folder examples/):\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return command
+def _audit(
+    function: str,
+    *,
+    json_: bool = False,
+    policy: str | None = None,
+    target: str | None = None,
+    fail_on: list[Annotated[str, KINDS]] | None = None,
+    all_: bool = False,
+) -> int:
+    """Prints what is float32 in a program, what it costs, and which line causes it.
 
+    Args:
+      function (module:function): {takes}: make() in train.py is train:make
+      json_: print JSON
+      policy: audit jaxmp.autocast(fn, policy); exit with 1 if it decides nothing
+      target: the chip to audit for; default: the device here; {chips}
+      fail_on (KIND): exit with 1 if there is such a finding; one of {kinds}; repeatable
+      all_: print every finding, however many lines that takes
 
-def _chips() -> str:
-    return f"one of {', '.join(chips())}, with sizes as in tpu-v5e:4x4 and gpu-h100:8"
-
-
-def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    _add_name(command, nargs)
-    command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_name(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    what = f"{TAKES}: make() in train.py is train:make"
-    command.add_argument("function", metavar="module:function", help=what, nargs=nargs)
-
-
-def _audit(args: argparse.Namespace) -> int:
-    fn, arguments = load(args.function)
-    report = audit(fn, args.policy, target=args.target)(*arguments)
-    print(json.dumps(report.to_dict()) if args.json else report.to_text(verbose=args.all))
-    failed = {OVERRULED, *args.fail_on}  # OVERRULED: the audit is of another policy
+    Example:
+      python -m jaxmp audit lm_step:small --policy mixed_bfloat16
+    """
+    fn, arguments = load(function)
+    report = audit(fn, policy, target=target)(*arguments)
+    print(json.dumps(report.to_dict()) if json_ else report.to_text(verbose=all_))
+    failed = {OVERRULED, *(fail_on or ())}  # OVERRULED: the audit is of another policy
     return int(any(finding.kind in failed for finding in report.findings))
 
 
-def _lock(args: argparse.Namespace) -> int:
-    fn, arguments = load(args.function)
-    if not (args.check or args.update):
-        locked = write(fn, args.out, args.policy)(*arguments)
+def _lock(
+    function: str,
+    *,
+    policy: str | None = None,
+    out: Path = Path("precision.lock"),
+    check_: bool = False,
+    update: bool = False,
+    all_: bool = False,
+) -> int:
+    """Prints what a program computes in which dtype, into a file; or what has changed since.
+
+    Args:
+      function (module:function): {takes}: make() in train.py is train:make
+      policy: lock jaxmp.autocast(fn, policy); to compare, the policy of the file is the default
+      out (FILE): the file; default: %(default)s
+      check_: compare with the file; exit with 1 if it differs
+      update: print what has changed, and rewrite the file
+      all_: print every difference, however many lines that takes
+
+    Example:
+      python -m jaxmp lock lm_step:small --policy mixed_bfloat16 --out precision.lock
+    """
+    fn, arguments = load(function)
+    if not (check_ or update):
+        locked = write(fn, out, policy)(*arguments)
         print(
-            f"{printable(str(args.out))}: {len(locked.operations)} modules. "
+            f"{printable(str(out))}: {len(locked.operations)} modules. "
             "Commit it, and --check it in CI."
         )
         return 0
-    found = check(fn, args.out, args.policy, update=args.update)(*arguments)
-    print(found.to_text(verbose=args.all))
-    return int(args.check and bool(found.differences))
+    found = check(fn, out, policy, update=update)(*arguments)
+    print(found.to_text(verbose=all_))
+    return int(check_ and bool(found.differences))
 
 
-def _preflight(args: argparse.Namespace) -> int:
-    if args.table == bool(args.function):
+def _preflight(
+    function: str | None = None,
+    *,
+    json_: bool = False,
+    table: bool = False,
+    target: str = "tpu-v5e",
+    policy: list[str] | None = None,
+    donate: list[int] | None = None,
+    max_batch: bool = False,
+    max_length: bool = False,
+    batch_argnum: list[int] | None = None,
+    price: float | None = None,
+    fail_on: list[Literal["does-not-fit"]] | None = None,
+) -> int:
+    r"""Prints memory, traffic and estimated time on a TPU or GPU that you do not have.
+
+    Args:
+      function (module:function): {takes}: make() in train.py is train:make
+      json_: print JSON
+      table: without a function: print for which layers products in 8 bits pay on the target
+      target: default: %(default)s; {chips}
+      policy: side by side; repeatable; default: as written
+      donate: a positional argument, from 0, whose memory the results may take; repeatable
+      max_batch: find the largest batch that fits
+      max_length: find the longest sequence that fits
+      batch_argnum: a positional argument that holds the batch; repeatable; default: the last
+      price (P): of one chip for an hour: print the estimated cost of 1,000 steps
+      fail_on: exit with 1 if a policy needs more memory than there is
+
+    Example:
+      python -m jaxmp preflight lm_step:base --target gpu-h100 --policy float32 \
+          --policy mixed_bfloat16 --donate 0 --donate 1
+    """
+    if table == bool(function):
         raise ValueError(f"preflight takes either --table or module:function, {TAKES}")
-    if args.table:
-        table = when_it_pays(args.target)
-        print(json.dumps(table.to_dict()) if args.json else table)
+    if not function:
+        pays = when_it_pays(target)
+        print(json.dumps(pays.to_dict()) if json_ else pays)
         return 0
     if not getattr(jax.config, "jax_platforms", None):
         # Nothing runs here. JAX would look for each accelerator that it has a plugin for, and print
         # a traceback for each that is missing.
         jax.config.update("jax_platforms", "cpu")
-    fn, arguments = load(args.function)
+    fn, arguments = load(function)
     with _progress() as progress:
         report = preflight(
             fn,
-            args.policy,
-            target=args.target,
-            donate_argnums=tuple(args.donate),
-            max_batch=args.max_batch,
-            max_length=args.max_length,
-            batch_argnums=args.batch_argnum or -1,
-            price_per_hour=args.price,
+            policy,
+            target=target,
+            donate_argnums=tuple(donate or ()),
+            max_batch=max_batch,
+            max_length=max_length,
+            batch_argnums=batch_argnum or -1,
+            price_per_hour=price,
             progress=progress,
         )(*arguments)
-    print(json.dumps(report.to_dict()) if args.json else report)
+    print(json.dumps(report.to_dict()) if json_ else report)
     failed = any(result.error for result in report.policies)
     too_large = not all(report.fits(result.policy) for result in report.policies)
-    return int(failed or (too_large and bool(args.fail_on)))
+    return int(failed or (too_large and bool(fail_on)))
 
 
-def _validate(args: argparse.Namespace) -> int:
+def _validate(
+    function: str,
+    *,
+    json_: bool = False,
+    policy: list[str],
+    steps: int,
+    seeds: int = 3,
+    out: Path,
+    batches: str | None = None,
+    reference: str = "float32",
+    perturbations: int = 1,
+    threshold: float = 0.005,
+    key: str | None = None,
+    strict: bool = False,
+) -> int:
+    r"""Prints whether a policy trains as float32 does.
+
+    Args:
+      function (module:function): {make_step}
+      json_: print JSON, without the runs
+      policy (POLICY): what to compare; repeatable
+      steps: steps of each run
+      seeds: how many seeds; default: %(default)s
+      out (DIR): a folder for finished runs, from which an interrupted validation resumes, and for
+        report.json, report.md and, with matplotlib, report.png
+      batches (module:function): batches(seed), an iterable of what step(state, batch) takes;
+        default: the step's number
+      reference (POLICY): what to compare with; default: %(default)s
+      perturbations: runs per seed that measure the noise; default: %(default)s
+      threshold: the largest relative difference in final loss that passes; default: %(default)s
+      key: identifies the program and its data, such as a version of both: finished runs of the same
+        key are reused; default: the first step as JAX traces it
+      strict: exit with 1 also if a comparison proves nothing
+
+    Example:
+      python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \
+          --policy mixed_bfloat16 --steps 300 --out validate_lm
+    """
     # Read when the backend starts, which is not before the user's module is imported.
     if flags := with_cpu_sums(os.environ.get("XLA_FLAGS")):
         os.environ["XLA_FLAGS"] = flags
-    make_step = attribute_of(args.function, _MAKE_STEP)
+    make_step = attribute_of(function, _MAKE_STEP)
     report = validate(
         make_step,
-        args.policy,
-        seeds=args.seeds,
-        reference=args.reference,
-        perturbations=args.perturbations,
-        threshold=args.threshold,
-        out=args.out,
-        key=args.key,
-    )(args.steps, args.batches and attribute_of(args.batches, "batches(seed)"))
-    (args.out / "report.json").write_text(json.dumps(report.to_dict()), encoding="utf-8")
-    (args.out / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+        policy,
+        seeds=seeds,
+        reference=reference,
+        perturbations=perturbations,
+        threshold=threshold,
+        out=out,
+        key=key,
+    )(steps, batches and attribute_of(batches, "batches(seed)"))
+    (out / "report.json").write_text(json.dumps(report.to_dict()), encoding="utf-8")
+    (out / "report.md").write_text(report.to_markdown(), encoding="utf-8")
     if importlib.util.find_spec("matplotlib"):
-        report.plot(args.out / "report.png")
-    print(json.dumps(report.to_dict(runs=False)) if args.json else report)
-    return int(not report.passed if args.strict else report.failed)
+        report.plot(out / "report.png")
+    print(json.dumps(report.to_dict(runs=False)) if json_ else report)
+    return int(not report.passed if strict else report.failed)
 
 
 @contextmanager
@@ -395,7 +317,15 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield spin
 
 
-def _devices(args: argparse.Namespace) -> int:
+def _devices(*, json_: bool = False) -> int:
+    """Prints what the devices here multiply natively.
+
+    Args:
+      json_: print JSON
+
+    Example:
+      python -m jaxmp devices
+    """
     devices = [describe(device) for device in jax.local_devices()]
     rows = [
         {
@@ -407,7 +337,7 @@ def _devices(args: argparse.Namespace) -> int:
         }
         for device in devices
     ]
-    if args.json:
+    if json_:
         print(json.dumps(rows))
         return 0
     for i, device in enumerate(devices):

@@ -12,12 +12,11 @@ import copy
 import dataclasses
 import functools
 import importlib.resources
-import tomllib
 from typing import Any
 
 import jax
 
-from jaxmp._printable import shown
+from jaxmp._core.printable import shown
 
 __all__ = ["Device", "chips", "describe"]
 
@@ -86,7 +85,7 @@ def describe(device: Any = None) -> Device:
 
 
 def chips() -> dict[str, Any]:
-    """Returns the table of chips, as in `jaxmp/_chips/chips.toml`: a copy, the caller's own.
+    """Returns the table of chips, as in `jaxmp/_core/chips/chips.toml`: a copy, the caller's own.
 
     Example:
       >>> chips()["tpu-v5e"]["tflops"]["bfloat16"]
@@ -97,7 +96,9 @@ def chips() -> dict[str, Any]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    file = importlib.resources.files("jaxmp._chips") / "chips.toml"
+    import tomllib  # noqa: PLC0415 (most programs ask for no chip)
+
+    file = importlib.resources.files("jaxmp._core.chips") / "chips.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._printable import shown
+from jaxmp._core.printable import shown
 from jaxmp.formats import ALL_FORMATS, Format
 
 __all__ = [

@@ -21,15 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmp._autocast.regions import in_region, policy_in_force
-from jaxmp._autocast.rules import governed
-from jaxmp._jaxprs.attributes import (
+from jaxmp._core.jaxprs.attributes import (
     device_count,
     explicit_sharding,
     filled,
     varying_axes,
     with_dtype,
 )
+from jaxmp._core.plan.regions import in_region, policy_in_force
+from jaxmp._core.plan.rules import governed
 from jaxmp.policy import get_policy
 
 __all__ = ["linear_cross_entropy"]

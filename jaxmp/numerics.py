@@ -9,14 +9,13 @@ Example:
   4.0
 """
 
-from jaxmp._numerics.capture import Capture, capture
-from jaxmp._numerics.diagnose import Fault, NumericsReport
-from jaxmp._numerics.monitor import monitor, read_monitor
-from jaxmp._numerics.origins import Origin
-from jaxmp._numerics.plots import plot_scale
-from jaxmp._numerics.record import Measured, Record
-from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import Site
+from jaxmp._tools.numerics.capture import Capture, capture
+from jaxmp._tools.numerics.diagnose import Fault, NumericsReport
+from jaxmp._tools.numerics.monitor import monitor, read_monitor
+from jaxmp._tools.numerics.origins import Origin
+from jaxmp._tools.numerics.plots import plot_scale
+from jaxmp._tools.numerics.statistics import Measured, Record, Statistics
+from jaxmp._tools.numerics.survey import Site
 
 __all__ = [
     "Capture",

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
-from jaxmp._printable import shown
+from jaxmp._core.printable import shown
 from jaxmp.dtypes import default_device, dtype_name, parse_dtype
-from jaxmp.policy_fields import FIELDS
-from jaxmp.policy_string import format_policy, parse_policy
+from jaxmp.policy_fields import FIELDS, format_policy, parse_policy
 from jaxmp.recipes import Recipe
 from jaxmp.tree import cast_floating
 

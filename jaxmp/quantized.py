@@ -20,10 +20,10 @@ from flax import serialization
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmp._flax import AxisMetadata
-from jaxmp._jaxprs.scopes import DEQUANTIZE, EXACTLY
-from jaxmp._printable import shown
-from jaxmp._scaled import dequantize
+from jaxmp._core.flax import AxisMetadata
+from jaxmp._core.jaxprs.scopes import DEQUANTIZE, EXACTLY
+from jaxmp._core.printable import shown
+from jaxmp._core.products.scaled import dequantize
 
 __all__ = ["QuantizedArray", "is_quantized"]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from jaxmp._chip_words import word_at_chip
-from jaxmp._printable import shown
+from jaxmp._core.chips.words import word_at_chip
+from jaxmp._core.printable import shown
 from jaxmp.dtypes import did_you_mean, parse_format, plain_name
 from jaxmp.formats import ALL_FORMATS, Format
 

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._audit.audit import audit
-from jaxmp._audit.report import PrecisionError
-from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._lock.check import check as check_lock
-from jaxmp._parity.tolerance import tolerance
-from jaxmp._printable import printable
+from jaxmp._core.jaxprs.attributes import is_tracer
+from jaxmp._core.printable import printable
+from jaxmp._tools.audit.audit import audit
+from jaxmp._tools.audit.report import PrecisionError
+from jaxmp._tools.lock.check import check as check_lock
+from jaxmp._tools.parity.tolerance import tolerance
 from jaxmp._training.replicas_equal import copies_in
 from jaxmp.dtypes import parse_dtype
 from jaxmp.policy import PolicyLike

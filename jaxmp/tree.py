@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmp._printable import shown
+from jaxmp._core.printable import show, shown
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.quantized import is_quantized
 
@@ -274,7 +274,7 @@ def _select_leaf(path: tuple[Any, ...], condition: jax.Array, x: Any, y: Any) ->
         return x
     if not (isinstance(x, _NUMBERS) and isinstance(y, _NUMBERS)):
         raise TypeError(
-            f"select: the leaves at {jax.tree_util.keystr(path) or 'the root'} differ and are not "
+            f"select: the leaves at {show(path)} differ and are not "
             f"numbers: {x!r} and {y!r}; keep them out of what is selected."
         )
     dtype = jnp.result_type(x, y)
@@ -299,7 +299,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:
 def _leaf_finite(path: tuple[Any, ...], leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise TypeError(
-            f"all_finite: the leaf at {jax.tree_util.keystr(path) or 'the root'} is a "
+            f"all_finite: the leaf at {show(path)} is a "
             f"ShapeDtypeStruct, which has no values; pass arrays."
         )
     if isinstance(leaf, (float, complex)):

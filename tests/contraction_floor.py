@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._jaxprs import compat
+from jaxmp._core.jaxprs import compat
 
 from support import CONTRACTIONS
 

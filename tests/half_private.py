@@ -10,15 +10,15 @@ from support import ROOT
 
 # The files in which such things are read, and no others.
 HOMES = (
-    "jaxmp/_flax.py",
-    "jaxmp/_jaxprs/attributes.py",
-    "jaxmp/_jaxprs/equation_parameters.py",
-    "jaxmp/_jaxprs/compat.py",
-    "jaxmp/_jaxprs/higher_order.py",
-    "jaxmp/_jaxprs/compiler_hints.py",
-    "jaxmp/_jaxprs/float32_dot.py",
-    "jaxmp/_jaxprs/parameter_products.py",
-    "jaxmp/_jaxprs/aux_outputs.py",
+    "jaxmp/_core/flax.py",
+    "jaxmp/_core/jaxprs/attributes.py",
+    "jaxmp/_core/jaxprs/equation_parameters.py",
+    "jaxmp/_core/jaxprs/compat.py",
+    "jaxmp/_core/jaxprs/higher_order.py",
+    "jaxmp/_core/jaxprs/compiler_hints.py",
+    "jaxmp/_core/jaxprs/float32_dot.py",
+    "jaxmp/_core/jaxprs/parameter_products.py",
+    "jaxmp/_core/jaxprs/aux_outputs.py",
 )
 
 # Attributes whose names alone give them away. The parameters of equations are found by themselves.

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-ROOMS: Final = ("_autocast", "_jaxprs", "_modules", "_training")
+ROOMS: Final = ("_core", "_modules", "_training")
 SWAPPED: Final = {"float32": "bfloat16", "bfloat16": "float32", "float16": "float32"}
 CASTS: Final = ("astype", "convert_element_type")
 COPIED: Final = ("jaxmp", "tests", "benchmarks", "examples", "docs")
@@ -119,12 +119,11 @@ def tests_for(mutant: Mutant) -> list[str]:
             return 0
         if module.stem in file.read_text(encoding="utf-8"):
             return 1
-        if module.parts[1] != "_autocast" and file.parent.name == module.parts[1]:
+        if file.parent.name == module.parent.name != "autocast":
             return 2
         return 3 if file.name == "test_plan_digests.py" else 4
 
-    folders = (*ROOMS, "_quantize")  # where modules of several rooms meet
-    files = [x for room in folders for x in sorted((ROOT / "tests" / room).glob("test_*.py"))]
+    files = [x for room in ROOMS for x in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
     return [str(x.relative_to(ROOT)) for x in sorted(files, key=rank)]
 
 

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from observed import observe
 
 import jaxmp
-from jaxmp._jaxprs import compat
+from jaxmp._core.jaxprs import compat
 
 from constructs import CONSTRUCTS, loss_of
 

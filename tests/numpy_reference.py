@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.dataflow import interpret
-from jaxmp._jaxprs.higher_order import inside
+from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.dataflow import interpret
+from jaxmp._core.jaxprs.higher_order import inside
 
 RULES: dict[str, Callable[..., Any]] = {}
 

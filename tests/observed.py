@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.aux_outputs import Extra, Extras, Join
-from jaxmp._jaxprs.compat import bind, closed
-from jaxmp._jaxprs.higher_order import inside, rebuild
+from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join
+from jaxmp._core.jaxprs.compat import bind, closed
+from jaxmp._core.jaxprs.higher_order import inside, rebuild
 
 # Primitive → what to say of its result, given the extra operands as well.
 Probe = Mapping[str, Callable[..., Extra]]

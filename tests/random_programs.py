@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._jaxprs import compat
+from jaxmp._core.jaxprs import compat
 
 from support import CONTRACTIONS, iter_eqns
 

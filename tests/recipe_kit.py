@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
-from jaxmp._autocast.products.derivative import contract
-from jaxmp._autocast.products.product import ScaledProduct, Sides
+from jaxmp._core.products.blockwise import BLOCKS, BlockProduct
+from jaxmp._core.products.derivative import contract
+from jaxmp._core.products.product import ScaledProduct, Sides
 from jaxmp.recipes import FORMATS
 
 DENSE = (((1,), (0,)), ((), ()))

@@ -22,9 +22,9 @@ import pytest
 from jax.extend import core as jex_core
 
 import jaxmp
-from jaxmp._autocast.parameters import Argnums, by_position
-from jaxmp._autocast.passes.order import PASSES
-from jaxmp._autocast.transform import under_policy
+from jaxmp._core.autocast.transform import under_policy
+from jaxmp._core.passes.order import PASSES
+from jaxmp._core.plan.parameters import Argnums, by_position
 
 # A run by default sees every kind of thing once; products of kinds (formats, models, optimizers,
 # transformations) are seen under `-m slow`. `@slow_when(lambda policy, case: ...)` marks a test as

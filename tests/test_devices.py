@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._preflight.hlo import read_hlo
+from jaxmp._tools.preflight.hlo import read_hlo
 
 from support import LOW_DTYPES, iter_eqns, slow_when
 

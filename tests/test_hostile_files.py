@@ -16,12 +16,12 @@ import pytest
 
 import jaxmp
 from jaxmp import cli, numerics
-from jaxmp._lock.check import check
-from jaxmp._lock.file import read, text_of
-from jaxmp._lock.lock import Lock
-from jaxmp._numerics.run_cache import RunCache
-from jaxmp._numerics.validate_run import Run
-from jaxmp._printable import printable, shown
+from jaxmp._core.printable import printable, shown
+from jaxmp._tools.files import RunCache
+from jaxmp._tools.lock.check import check
+from jaxmp._tools.lock.file import read, text_of
+from jaxmp._tools.lock.lock import Lock
+from jaxmp._tools.validate.run import Run
 
 from support import case
 

@@ -481,7 +481,7 @@ def test_names_that_mean_another_thing_elsewhere_say_what_to_write():
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_mixed_half_is_mixed_in_what_the_device_multiplies(half, monkeypatch):
-    monkeypatch.setattr("jaxmp.policy_string.half_dtype", lambda: dtypes.parse_dtype(half))
+    monkeypatch.setattr("jaxmp.policy_fields.half_dtype", lambda: dtypes.parse_dtype(half))
     policy = get_policy("mixed_half")
     assert policy == get_policy("half-mixed") == get_policy(f"mixed_{half}")
     # The policy has the format in it: its string means the same on another device.

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._jaxprs.scopes import EXACTLY
+from jaxmp._core.jaxprs.scopes import EXACTLY
 from jaxmp.quantized import QuantizedArray, is_quantized
 
 from support import assert_same, slow_when

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp._numerics import validate_numerics
+from jaxmp._tools.validate import numerics as validate_numerics
 
 
 def simulated(policy, seed, *, chaos=0.0, metrics=None):

@@ -19,19 +19,22 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxmp._flax_classes import authors_class
+from jaxmp._core.flax import nnx
+from jaxmp._core.flax_classes import authors_class
 from jaxmp.policy import Policy, get_policy
 
 FLOAT32 = get_policy("float32")
 
-_NORMS = (
-    *(nn.LayerNorm, nn.BatchNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm),
-    *(nn.SpectralNorm, nnx.LayerNorm, nnx.BatchNorm, nnx.RMSNorm, nnx.GroupNorm),
-    *(nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm),
-)
-_LOOKUPS = (nn.Embed, nnx.Embed)
+_NORMS = [
+    "LayerNorm",
+    "BatchNorm",
+    "RMSNorm",
+    "GroupNorm",
+    "InstanceNorm",
+    "WeightNorm",
+    "SpectralNorm",
+]
 
 # The fields that have their default value, float32: their names, and the type that spells it.
 Inherited = frozenset[tuple[str, type]]
@@ -91,7 +94,7 @@ class ModuleInfo:
 
     def hold(self, weights: Iterable[Any]) -> None:
         """Sets `weighs`, here and in layers around, if a weight of the module is a matrix."""
-        if issubclass(self.cls, _NORMS) or not any(np.ndim(w) > 1 for w in weights):
+        if _is_any(self.cls, _NORMS) or not any(np.ndim(w) > 1 for w in weights):
             return
         layer: ModuleInfo | None = self
         while layer is not None:
@@ -202,7 +205,7 @@ def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
     others = [w for w in layers if not w.without_dtype]
     # A dtype that a layer passes on to those inside it counts once, and not for each.
     words = [w for w in others if w.weighs and not (w.passes_on and w.layer_around in layers)]
-    words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
+    words = [w for w in words if not _is_any(w.cls, ["Embed"])]
     rule = 2 * sum(w.float32 for w in words) > len(words)
     undecided = {w for w in others if w.default or (w.by_default and rule) or not w.float32}
     found = set()
@@ -214,6 +217,11 @@ def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
         if among_low or (layer not in undecided and (is_exception or in_low)):
             found.add(layer)
     return frozenset(found)
+
+
+def _is_any(cls: type, names: Iterable[str]) -> bool:
+    """Returns whether a class is one of Flax's, Linen's or NNX's, of these names."""
+    return issubclass(cls, tuple(getattr(flax, name) for name in names for flax in (nn, nnx)))
 
 
 def _alike(a: type, b: type) -> bool:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from jaxmp._autocast.regions import policy_in_force, region
-from jaxmp._flax import InterceptorContext
+from jaxmp._core.flax import InterceptorContext
+from jaxmp._core.plan.regions import policy_in_force, region
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Found, Overrides
 from jaxmp.policy import Policy

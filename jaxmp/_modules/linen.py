@@ -15,9 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxmp._autocast.regions import policy_in_force, region, widen
-from jaxmp._autocast.transform import under_policy
-from jaxmp._flax import (
+from jaxmp._core.autocast.transform import under_policy
+from jaxmp._core.flax import (
     call_of_methods,
     is_managed,
     key_counters,
@@ -25,13 +24,14 @@ from jaxmp._flax import (
     lifted_function,
     lifted_scopes,
 )
-from jaxmp._flax_classes import one_per_key, public, subclass, without_part
-from jaxmp._jaxprs.scopes import PARAMETER
-from jaxmp._jaxprs.trace import is_array
+from jaxmp._core.flax_classes import one_per_key, public, subclass, without_part
+from jaxmp._core.jaxprs.scopes import PARAMETER
+from jaxmp._core.jaxprs.trace import is_array
+from jaxmp._core.plan.regions import policy_in_force, region, widen
+from jaxmp._core.quantize.calls import for_float32
 from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call
 from jaxmp._modules.linen_parts import Wrapping, fields_of_parts, runs_as_written, setup_of_parts
 from jaxmp._modules.overrides import Overrides, Part
-from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.quantized import is_quantized
 from jaxmp.tree import cast_floating

@@ -15,8 +15,8 @@ import flax.linen as nn
 from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxmp._autocast.regions import policy_in_force
-from jaxmp._flax_classes import without_part
+from jaxmp._core.flax_classes import without_part
+from jaxmp._core.plan.regions import policy_in_force
 from jaxmp._modules.explicit_dtypes import ModuleInfo
 from jaxmp._modules.interceptor import own_parameters
 from jaxmp._modules.overrides import Overrides, Part

@@ -13,15 +13,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
-from flax import nnx
 
-from jaxmp._autocast.nnx_calls import lift, map_arrays, on_copies, shown_as_float32
-from jaxmp._autocast.nnx_scopes import methods_of
-from jaxmp._autocast.parameters import of_variables
-from jaxmp._autocast.regions import policy_in_force, region
-from jaxmp._autocast.transform import under_policy
-from jaxmp._flax import is_registered
-from jaxmp._flax_classes import one_per_key, subclass, without_part
+from jaxmp._core.autocast.nnx_calls import lift, map_arrays, methods_of, on_copies, shown_as_float32
+from jaxmp._core.autocast.transform import under_policy
+from jaxmp._core.flax import is_registered, nnx
+from jaxmp._core.flax_classes import one_per_key, subclass, without_part
+from jaxmp._core.plan.parameters import of_variables
+from jaxmp._core.plan.regions import policy_in_force, region
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Overrides, Part
 from jaxmp.policy import Policy, PolicyMap

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._autocast.flops import kept_by_layers
-from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.rules import governed
-from jaxmp._autocast.transform import is_identity
-from jaxmp._jaxprs.source import level_of_user
+from jaxmp._core.autocast.transform import is_identity
+from jaxmp._core.jaxprs.source import level_of_user
+from jaxmp._core.plan.flops import kept_by_layers
+from jaxmp._core.plan.plan import Plan
+from jaxmp._core.plan.rules import governed
+from jaxmp._core.printable import printable
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
-from jaxmp._printable import printable
 from jaxmp.policy import Policy, PolicyMap, shadowed
 
 # The share of the products' FLOPs above which layers that stay float32 are warned about: the

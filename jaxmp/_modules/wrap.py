@@ -7,12 +7,11 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import flax.linen as nn
-from flax import nnx
 
-from jaxmp._autocast.transform import autocast
+from jaxmp._core.autocast.transform import autocast
+from jaxmp._core.flax import nnx
+from jaxmp._core.printable import shown
 from jaxmp._modules.linen import wrap_linen
-from jaxmp._modules.nnx import wrap_nnx
-from jaxmp._printable import shown
 from jaxmp.policy import Policy, PolicyLike, PolicyMap, policy_or_default
 
 T = TypeVar("T")
@@ -112,6 +111,8 @@ def wrap(
     if isinstance(module, nn.Module):
         wrapped = wrap_linen(module, resolved, collections)
     elif isinstance(module, nnx.Module):
+        from jaxmp._modules.nnx import wrap_nnx  # noqa: PLC0415
+
         wrapped = wrap_nnx(module, resolved)
     elif not callable(module):
         raise TypeError(

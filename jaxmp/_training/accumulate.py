@@ -11,14 +11,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
-from jaxmp._jaxprs.attributes import explicit_sharding, filled, is_inexact, with_dtype
-from jaxmp._jaxprs.source import level_of_user
+from jaxmp._core.flax import nnx
+from jaxmp._core.jaxprs.attributes import explicit_sharding, filled, is_inexact, with_dtype
+from jaxmp._core.jaxprs.source import level_of_user
 from jaxmp._training.checks import check_arrays, check_count, check_gradients
-from jaxmp._training.gradients import factor_for, is_overwrite
-from jaxmp._training.key_data import is_typed
+from jaxmp._training.leaves import factor_for, is_overwrite, is_typed
 
 __all__ = ["accumulate_gradients"]
 
@@ -119,7 +118,8 @@ def accumulate_gradients(
                 arguments[argnum] = jax.tree.map(
                     lambda key: jax.random.fold_in(key, number), arguments[argnum]
                 )
-            return *_loss_and_grads(grad_fn(*arguments, **keywords)), nnx.state(fresh)
+            loss_and_grads = _loss_and_grads(grad_fn(*arguments, **keywords))
+            return *loss_and_grads, nnx.state(fresh) if modules else state
 
         # `jax.eval_shape` would lose the sharding over a mesh that has an explicit axis.
         first = jax.tree.map(lambda x: x[0], pieces)
@@ -134,7 +134,8 @@ def accumulate_gradients(
 
         start = jax.tree_util.tree_map_with_path(_start, like)
         (totals, state), aux = lax.scan(body, (start, state), pieces)
-        nnx.update(modules, state)
+        if modules:
+            nnx.update(modules, state)
         finish = functools.partial(_finish, factor=factor)
         loss, grads = jax.tree_util.tree_map_with_path(finish, like, totals)
         return ((loss, *aux) if aux else loss), grads
@@ -264,6 +265,8 @@ def _take_out_modules(tree: Any) -> tuple[list[nnx.Module], Any, Callable[[Any],
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_module)
     modules = [leaf for leaf in leaves if _is_module(leaf)]
+    if not modules:
+        return [], None, lambda _: (tree, [])
     graphdef, state = nnx.split(modules)
 
     def put_back(state: Any) -> tuple[Any, list[nnx.Module]]:

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-from flax import nnx
-from flax.training.dynamic_scale import DynamicScale
 
-from jaxmp._flax import AxisMetadata
-from jaxmp._jaxprs.attributes import is_inexact
-from jaxmp._training.gradients import show
+from jaxmp._core.flax import AxisMetadata, nnx
+from jaxmp._core.jaxprs.attributes import is_inexact
+from jaxmp._core.printable import show
 
 __all__ = [
     "as_transformation",
@@ -242,6 +240,8 @@ def check_is_state(function: str, value: Any) -> None:
 
 def _what_it_is(value: Any) -> str | None:
     """Describes a value that is not an optimizer's state; returns None for one that may be."""
+    from flax.training.dynamic_scale import DynamicScale  # noqa: PLC0415
+
     nodes = jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_lost_scaler)
     if lost := [show(path) for path, node in nodes if _is_lost_scaler(node)]:
         return (

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxmp._autocast.passes.watch_overflow import overflow_watched
-from jaxmp._jaxprs.attributes import is_inexact
-from jaxmp._jaxprs.scopes import UNSCALE
+from jaxmp._core.flax import nnx
+from jaxmp._core.jaxprs.attributes import is_inexact
+from jaxmp._core.jaxprs.scopes import UNSCALE
+from jaxmp._core.passes.watch_overflow import overflow_watched
 from jaxmp._training.checks import check_floating
-from jaxmp._training.gradients import factor_for, is_overwrite, widened
+from jaxmp._training.leaves import factor_for, is_overwrite, widened
 from jaxmp._training.scale_rule import IDENTITY, LossScaleState
 
 __all__ = ["scaled", "scaled_value_and_grad", "unscaled"]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxmp._jaxprs.attributes import is_inexact, varying_axes
-from jaxmp._jaxprs.scopes import TESTED
+from jaxmp._core.jaxprs.attributes import is_inexact, varying_axes
+from jaxmp._core.jaxprs.scopes import TESTED
 from jaxmp._training.checks import (
     as_transformation,
     check_floating,
@@ -24,9 +24,8 @@ from jaxmp._training.checks import (
     check_structure,
     update_inner,
 )
-from jaxmp._training.gradients import strong, widened
-from jaxmp._training.opt_state import find_scalers
-from jaxmp._training.policies_checked import float16_in
+from jaxmp._training.leaves import strong, widened
+from jaxmp._training.opt_state import find_scalers, float16_in
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
 from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating

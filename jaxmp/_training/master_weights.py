@@ -12,9 +12,9 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmp._core.printable import show
 from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
-from jaxmp._training.gradients import show
-from jaxmp._training.key_data import check_key, first_key, next_key
+from jaxmp._training.leaves import check_key, first_key, next_key
 from jaxmp._training.opt_state import the_scaler
 from jaxmp.tree import (
     join_float32,

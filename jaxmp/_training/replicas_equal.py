@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._training.key_data import is_typed
+from jaxmp._training.leaves import is_typed
 
 __all__ = ["Copies", "copies_in"]
 

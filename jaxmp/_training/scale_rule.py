@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._training.checks import check_count
 
 __all__ = ["IDENTITY", "LossScaleState", "ScaleRule", "next_state", "start_state"]

@@ -8,11 +8,10 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._training.checks import check_count
 from jaxmp._training.differentiate import scaled, scaled_value_and_grad, unscaled
-from jaxmp._training.opt_state import find_scaler
-from jaxmp._training.policies_checked import policies_checked
+from jaxmp._training.opt_state import find_scaler, policies_checked
 from jaxmp._training.replicas_equal import copies_in
 from jaxmp._training.scale_rule import IDENTITY
 

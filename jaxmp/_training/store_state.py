@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._scaled import Scaled
+from jaxmp._core.printable import show
+from jaxmp._core.products.scaled import Scaled
 from jaxmp._training.checks import (
     as_transformation,
     check_arrays,
@@ -19,8 +20,7 @@ from jaxmp._training.checks import (
     check_state,
     update_inner,
 )
-from jaxmp._training.gradients import show, strong
-from jaxmp._training.key_data import check_key, first_key, next_key
+from jaxmp._training.leaves import check_key, first_key, next_key, strong
 from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._scaled import Scaled, block_sizes, largest, spread
+from jaxmp._core.products.scaled import Scaled, block_sizes, largest, spread
 from jaxmp.formats import Format, format_of
 from jaxmp.tree import round_at_random
 

@@ -13,17 +13,16 @@ import numpy as np
 import optax
 from flax.training import train_state
 
-from jaxmp._flax import is_pytree_node
+from jaxmp._core.flax import is_pytree_node
 from jaxmp._training.checks import as_transformation, check_floating, explained
 from jaxmp._training.differentiate import scaled_value_and_grad
-from jaxmp._training.gradients import is_overwrite
+from jaxmp._training.leaves import is_overwrite
 from jaxmp._training.master_weights import (
     MasterWeightsState,
     RemainderState,
     StochasticRoundingState,
 )
-from jaxmp._training.opt_state import the_scaler
-from jaxmp._training.policies_checked import policies_checked
+from jaxmp._training.opt_state import policies_checked, the_scaler
 from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.tree import select

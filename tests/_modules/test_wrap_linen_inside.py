@@ -16,7 +16,7 @@ import pytest
 
 import jaxmp
 from jaxmp import PolicyMap
-from jaxmp._autocast import transform
+from jaxmp._core.autocast import transform
 
 from linen_models import (
     BF16,

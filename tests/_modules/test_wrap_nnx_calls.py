@@ -37,7 +37,10 @@ def test_rngs_passed_in():
             return x + rngs.noise.normal(x.shape)
 
     rngs, same = nnx.Rngs(noise=0), nnx.Rngs(noise=0)
-    assert_same(jaxmp.wrap(Noise(), POLICY)(ROWS, rngs), Noise()(ROWS, same))
+    # A jit draws normal numbers with other last bits than operations one by one.
+    np.testing.assert_allclose(
+        jaxmp.wrap(Noise(), POLICY)(ROWS, rngs), Noise()(ROWS, same), rtol=1e-5, atol=1e-6
+    )
     assert int(rngs.noise.count[...]) == int(same.noise.count[...]) == 1
 
 
@@ -320,7 +323,7 @@ def test_a_module_passed_to_a_method():
 
     norm, same = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0)), nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
     jaxmp.wrap(Norms(), POLICY)(ROWS, norm)
-    same(ROWS)
+    nnx.jit(lambda norm, x: norm(x))(same, ROWS)  # compiled, as an eager call is, to the same bits
     assert_same(nnx.state(norm), nnx.state(same))
     assert np.any(norm.mean[...])
 
@@ -370,7 +373,9 @@ def test_wrapped_in_wrapped_inner_wins():
     inner = jaxmp.wrap(made("mlp"), "float32")
     low = jaxmp.wrap(made("mlp"), POLICY)
     with pytest.warns(UserWarning, match="MLP is wrapped already"):
-        assert_same(jaxmp.wrap(inner, POLICY)(ROWS), made("mlp")(ROWS))
+        got = jaxmp.wrap(inner, POLICY)(ROWS)
+    # Compiled, as an eager call is, to the same bits.
+    assert_same(got, nnx.jit(lambda model, x: model(x))(made("mlp"), ROWS))
     with pytest.warns(UserWarning, match="stays in force"):
         assert runs_low(jaxmp.wrap(low, "float32"))
 

@@ -32,7 +32,9 @@ from support import HERE, ROOT, needs_gpu_compiler, run_python, slow_when
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
     "loss_scale_aot": "import loss_scale_aot",
-    "trace_time": "import trace_time as t; t.ratios(1, [t.FLOAT32]); t.growth(1, ['nested'])",
+    "trace_time": "import trace_time as t; t.ratios(1, [t.FLOAT32]); t.growth(1, ['nested']); "
+    "t.eager(['MLP, tanh'])",
+    "import_time": "import import_time; import_time.ratio(1)",
     "float64_cpu": "import float64_cpu",
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",

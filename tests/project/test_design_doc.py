@@ -8,7 +8,7 @@ import tomllib
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._jaxprs.higher_order import HIGHER_ORDER
+from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER
 from jaxmp.devices import chips
 
 from doc_blocks import Block, blocks, run
@@ -32,7 +32,7 @@ def rows() -> list[str]:
 
 
 def names(suffix: str) -> list[str]:
-    """What the first cells name: files of `_autocast/`, or folders of the package."""
+    """What the first cells name: files of `_core/`, or folders of the package."""
     found = [name for row in rows() for name in _SPAN.findall(row)]
     return [name for name in found if name.endswith(suffix)]
 
@@ -41,10 +41,10 @@ def test_it_has_an_example_of_each_thing_to_add_as_it_is_in_the_file() -> None:
     sections = re.findall(r"^## To add (.+)$", DESIGN, re.MULTILINE)
     assert len(sections) == len(BLOCKS) == 5
     assert [file_of(block) for block in BLOCKS] == [
-        "jaxmp/_jaxprs/primitive_table.py",
-        "jaxmp/_jaxprs/higher_order.py",
+        "jaxmp/_core/jaxprs/primitive_table.py",
+        "jaxmp/_core/jaxprs/higher_order.py",
         None,
-        "jaxmp/_chips/chips.toml",
+        "jaxmp/_core/chips/chips.toml",
         None,
     ]
     for block in BLOCKS:
@@ -52,7 +52,7 @@ def test_it_has_an_example_of_each_thing_to_add_as_it_is_in_the_file() -> None:
             source = (ROOT / file).read_text(encoding="utf-8")
             assert f"\n{block.text}" in source, f"docs/design.md quotes {file} as it was"
     [entry] = [span for span in _SPAN.findall(DESIGN) if span.startswith('"')]
-    source = (PACKAGE / "_jaxprs" / "higher_order.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "_core" / "jaxprs" / "higher_order.py").read_text(encoding="utf-8")
     assert f"    {entry},\n" in source
     assert entry.split('"')[1] in HIGHER_ORDER
     [(name, chip)] = tomllib.loads(BLOCKS[3].text).items()
@@ -77,8 +77,8 @@ def test_its_pass_and_its_recipe_run() -> None:
 
 
 def test_every_folder_of_the_package_has_a_room() -> None:
-    inits = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("_autocast/*/__init__.py")]
-    folders = {path.parent.name + "/" for path in inits}
+    inits = [x for at in ("*", "_core/*", "_tools/*") for x in PACKAGE.glob(f"{at}/__init__.py")]
+    folders = [path.parent.name + "/" for path in inits]
     assert sorted(names("/")) == sorted(folders)
 
 
@@ -86,7 +86,7 @@ def test_every_file_that_it_names_is_there() -> None:
     files = names(".py")
     assert len(files) > 15
     assert len(files) == len(set(files))
-    missing = [name for name in files if not (PACKAGE / "_autocast" / name).exists()]
+    missing = [name for name in files if not (PACKAGE / "_core" / name).exists()]
     assert not missing
     elsewhere = [s for s in _SPAN.findall(DESIGN) if re.fullmatch(r"_\w+/[\w/]+\.\w+", s)]
     assert all((PACKAGE / name).exists() for name in elsewhere)

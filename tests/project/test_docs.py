@@ -18,7 +18,7 @@ import jax
 import pytest
 
 import jaxmp
-from jaxmp._audit.findings import KINDS
+from jaxmp._tools.audit.report import KINDS
 
 from doc_blocks import Block, blocks, outputs
 from support import HERE, ROOT
@@ -31,7 +31,7 @@ TESTED_ELSEWHERE = {
     "design.md": "project/test_design_doc.py",
     "diagnose.md": "project/test_examples.py",
     "many_devices.md": "project/test_benchmarks.py",
-    "validation.md": "_numerics/test_validate_report.py",
+    "validation.md": "_tools/validate/test_validate_report.py",
 }
 # The programs of the other pages compile for seconds.
 QUICK = {

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from jaxmp._autocast.why import Kind, Residual
+from jaxmp._core.plan.why import Kind, Residual
 
 from support import ROOT
 
@@ -15,18 +15,18 @@ PAGE = (ROOT / "docs" / "concepts" / "float32.md").read_text(encoding="utf-8")
 
 # Files of the planner whose sentences are messages, headings or names, or known to `of_kinds`.
 _FILES = """
-    annotations coverage_warnings explain explanation leaked_tracers nnx_calls parameters primitives
-    product_report program_key regions transform why
+    annotations coverage_warnings leaked_tracers nnx_calls parameters primitives program_key regions
+    transform why
 """
 NO_REASONS = {f"{stem}.py" for stem in _FILES.split()}
 # Sentences in the other files that a plan does not show, or shows as part of another one.
 NOT_SHOWN = {
     "in parts",  # what is inside decides for itself
-    "… at …",  # select.py: names a product in error messages
+    "… at …",  # by_recipe.py: names a product in error messages
     "the product",
     "an unknown line",
     "a product",  # derivative.py, likewise
-    "… is …",  # select.py: before "estimated at"
+    "… is …",  # by_recipe.py: before "estimated at"
     "float8 in blocks of 32",  # choice.py: a format
 }
 # What holds a reason, or a part of one, that may be a single word.
@@ -94,10 +94,11 @@ def of_sources() -> set[str]:
     """The reasons that are written in the planner's files, and in `matmul="auto"`'s choice."""
     sentences = _Sentences()
     sentences.found |= of_kinds()
-    for file in (PACKAGE / "_autocast").rglob("*.py"):
-        if file.name not in NO_REASONS:
-            sentences.visit(ast.parse(file.read_text(encoding="utf-8")))
-    choice = ast.parse((PACKAGE / "_speed" / "choice.py").read_text(encoding="utf-8"))
+    for room in ("plan", "execute", "products", "decide", "passes", "autocast"):
+        for file in (PACKAGE / "_core" / room).rglob("*.py"):
+            if file.name not in NO_REASONS:
+                sentences.visit(ast.parse(file.read_text(encoding="utf-8")))
+    choice = ast.parse((PACKAGE / "_core" / "speed" / "choice.py").read_text(encoding="utf-8"))
     [auto] = [f for f in choice.body if getattr(f, "name", "") == "fastest_recipe"]
     sentences.visit(auto)
     return sentences.found - NOT_SHOWN

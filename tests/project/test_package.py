@@ -21,13 +21,16 @@ import jaxmp
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
-# From the bottom up: a module imports only from those before it.
+# From the bottom up: a module imports only from those before it, and is of the longest name here
+# that it begins with.
 ORDER = """
-    _printable _files _chips devices formats _scaled dtypes _chip_words _screen _flax _flax_classes
-    _jaxprs quantized tree recipes _speed policy_fields policy_string policy policies
-    checkpoint_policies _quantize _autocast _modules _training loss_scaling losses _prepare _audit
-    _lock _preflight _numerics numerics _parity testing pytest_plugin _command_functions cli
-    __main__
+    _core.printable devices formats _core.products.scaled dtypes _core.chips _core.flax
+    _core.flax_classes _core.jaxprs quantized tree recipes _core.speed policy_fields policy policies
+    checkpoint_policies _core.quantize _core.plan _core.execute _core.products _core.decide
+    _core.passes _core.autocast _training _modules loss_scaling losses _tools.screen _tools.files
+    _tools.arguments _tools.speed _tools.explain _tools.audit _tools.lock _tools.preflight
+    _tools.numerics _tools.validate _tools.tune _tools.parity _tools.command_functions numerics
+    testing pytest_plugin cli __main__
 """
 LAYERS = ORDER.split()
 
@@ -115,16 +118,23 @@ def test_names_that_were_at_the_root_say_where_they_are():
 
 
 def test_arrows_go_one_way():
-    assert set(LAYERS) == {name.split(".")[1] for name in MODULES if "." in name}
+    rooms = {"jaxmp", "jaxmp._core", "jaxmp._tools"}  # which no module imports from
+    assert set(LAYERS) == {layer_of(name) for name in MODULES.keys() - rooms}
     assert not [path for path in SOURCES if "jax._src" in path.read_text(encoding="utf-8")]
     arrows = [(name, other) for name in MODULES if name != "jaxmp" for other in own_imports(name)]
-    assert not [name for name, other in arrows if other == "jaxmp"], "they import from the root"
-    up = [(a, b) for a, b in arrows if layer_of(a) < layer_of(b)]
+    assert not [name for name, other in arrows if other in rooms], "import a module"
+    up = [(a, b) for a, b in arrows if LAYERS.index(layer_of(a)) < LAYERS.index(layer_of(b))]
     assert not up, "the first of each pair imports the second, which is above it"
 
 
-def layer_of(name: str) -> int:
-    return LAYERS.index(name.split(".")[1])
+def layer_of(name: str) -> str:
+    inside = name.removeprefix("jaxmp.")
+    return max((layer for layer in LAYERS if f"{inside}.".startswith(f"{layer}.")), key=len)
+
+
+def test_nothing_private_is_at_the_root_but_four_rooms():
+    private = {path.name for path in (ROOT / "jaxmp").glob("_[!_]*")}
+    assert private == {"_core", "_modules", "_tools", "_training"}
 
 
 def test_no_two_modules_import_each_other():

@@ -1,0 +1,1 @@
+"""Decisions: the dtypes of every equation, by class of primitive, and the plans made of them."""

@@ -1,0 +1,1 @@
+"""Execution of plans: one interpreter, casts, and ops. Nothing is decided."""

@@ -1,0 +1,122 @@
+"""A call of a function of pytrees as a function of flat arrays, and its trace.
+
+Arrays are traced. Everything else (Python and NumPy numbers, booleans, strings, callables, None, …)
+is passed as it is, as in a plain call: a number keeps its type and may steer control flow. The same
+leaves are traced for `autocast`, `explain`, `audit` and `preflight`.
+
+Every call is traced again, as by `jax.grad`: the values that a function closes over may have
+changed. `jax.jit`, around all of this, caches traces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax.errors import TraceContextError
+
+from jaxmp._core.flax import is_graph_node
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is traced: JAX, abstract, and NumPy arrays of a dtype that JAX has."""
+    if isinstance(leaf, np.ndarray):
+        try:
+            jax.typeof(leaf)
+        except (TypeError, ValueError):  # strings, objects, records; masked arrays
+            return False
+        return True
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Returns the name of a function, or of the class of another callable."""
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def holds_modules(tree: Any) -> bool:
+    """Returns whether a tree holds NNX modules, Variables or random streams."""
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A leaf that is not traced, as a part of the tree's structure."""
+
+    value: Any
+
+
+class Traced(NamedTuple):
+    """The trace of a call.
+
+    Attributes:
+      jaxpr: the closed jaxpr of a function of flat arrays.
+      arrays: the arrays of the call.
+      tree: the structure of the result, static leaves included.
+      as_written: the function of flat arrays that was traced, which returns a list of them.
+    """
+
+    jaxpr: Any
+    arrays: list[Any]
+    tree: Any
+    as_written: Callable[..., list[Any]]
+
+    def rebuild(self, outs: Sequence[Any]) -> Any:
+        """Returns the result of the call with these arrays, and with its static leaves."""
+        return jax.tree.map(
+            lambda x: x.value if isinstance(x, Static) else x,
+            jax.tree.unflatten(self.tree, outs),
+            is_leaf=lambda x: isinstance(x, Static),
+        )
+
+
+def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """Traces a call of `fn`."""
+    flat, arrays = flatten_call(fn, args, kwargs)
+
+    def of_list(arrays: list[Any]) -> Any:  # which JAX traces faster than many arguments
+        return flat(*arrays)
+
+    of_list.__name__ = of_list.__qualname__ = flat.__name__
+    try:
+        jaxpr, shapes = jax.make_jaxpr(of_list, return_shape=True)(arrays)
+    except TraceContextError as error:
+        error.add_note(
+            "jaxmp: a function that is traced cannot change an NNX module which it closes over. "
+            "Make the module one of its arguments: fn(model, x) in place of fn(x)."
+        )
+        raise
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "jaxmp: autocast traces its function as jax.jit does, even outside of jax.jit: `if`, "
+            "`while` and `float` cannot take an array's value. Use jax.lax.cond or jnp.where; or "
+            "pass the value that decides as a Python number or bool, which is not traced."
+        )
+        raise
+    return Traced(
+        jaxpr, arrays, jax.tree.structure(shapes), lambda *arrays: jax.tree.leaves(flat(*arrays))
+    )
+
+
+def flatten_call(
+    fn: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a call of `fn` as a function of its arrays, and those arrays.
+
+    The function returns the result of `fn`, with `Static` nodes in place of the static leaves.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [is_array(leaf) for leaf in leaves]
+
+    def flat(*arrays: Any) -> Any:
+        given = iter(arrays)
+        full = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
+        args, kwargs = jax.tree.unflatten(tree, full)
+        return jax.tree.map(lambda x: x if is_array(x) else Static(x), fn(*args, **kwargs))
+
+    flat.__name__ = flat.__qualname__ = name_of(fn)
+    return flat, [leaf for leaf, t in zip(leaves, traced, strict=True) if t]

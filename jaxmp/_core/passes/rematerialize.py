@@ -1,0 +1,170 @@
+"""Rematerialization in the backward pass, under policies with ``residuals=recompute``.
+
+Runs of steps become segments, which `execute` puts under a `jax.checkpoint` with the policy
+`jaxmp.checkpoint_policies.long_products`. A segment ends at a step that must not run again, or that
+decides its own residuals: a `jax.checkpoint` of the program, a function with a `custom_vjp`, a side
+effect, a region whose policy saves. Values that cross such a place are saved, as without the
+policy. It also ends between layers, where few values cross, so that one layer is rematerialized at
+a time. The bodies of loops and of `shard_map` have segments of their own, so that one iteration is
+rematerialized at a time; so have calls with such a step inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmp._core.execute.annotations import contracts
+from jaxmp._core.execute.bind import Drop
+from jaxmp._core.execute.execute import CustomCall
+from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.attributes import is_inexact, runs_once, with_dtype
+from jaxmp._core.jaxprs.compat import dtype_of, shape_of, variables
+from jaxmp._core.jaxprs.higher_order import inside
+from jaxmp._core.jaxprs.primitive_table import TABLE
+from jaxmp._core.jaxprs.scopes import DEQUANTIZE
+from jaxmp._core.jaxprs.source import in_scope
+from jaxmp._core.passes.fused_attention.find import FusedAttention
+from jaxmp._core.passes.softmax_vjp import SoftmaxDot, without_attention
+from jaxmp._core.plan.plan import Plan, Segment, Step, Visit
+from jaxmp._core.plan.why import Residual
+from jaxmp.checkpoint_policies import long_products
+
+
+def recompute(plan: Plan) -> Plan:
+    """Returns a plan with segments, at any depth, where its policies ask for them."""
+    whys = list(map(_why_not, plan.steps))
+    plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
+    last = {var: i for i, dead in enumerate(plan.last_reads) for var in dead}
+    segments = []
+    for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
+        where = list(run)
+        if free:
+            for start, stop in _pieces(plan, where[0], where[-1] + 1, last):
+                made = [v for step in plan.steps[start:stop] for v in step.eqn.outvars]
+                read = tuple(v for v in made if last.get(v, len(whys)) >= stop)
+                segments.append(Segment(start, stop, read))
+    saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
+    return dataclasses.replace(plan, segments=tuple(segments), saves=saves)
+
+
+def residual(visit: Visit) -> Residual | None:
+    """Returns whether a step's results are saved or rematerialized, or why not; None: as in JAX.
+
+    Args:
+      visit: a step without plans, at its place.
+    """
+    if isinstance(visit.step.op, Drop):
+        return None
+    return _in_segment(visit.step) if visit.rematerialized else visit.saves
+
+
+def _in_segment(step: Step) -> Residual | None:
+    """Returns whether a step in a segment saves its results; None if they have no derivative."""
+    if not any(is_inexact(v.aval) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
+        return None
+    avals = [
+        v.aval if dtype is None else with_dtype(v.aval, dtype)
+        for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
+    ]
+    keeps = long_products(step.eqn.primitive, *avals, **step.eqn.params)
+    return Residual.SAVED if keeps else Residual.REMATERIALIZED
+
+
+def _in_parts(step: Step, why: Residual | None) -> Step:
+    """Returns a step as it runs in a segment or, if there is a reason, in none."""
+    if why is None:
+        return _plain(step)
+    if why != Residual.IN_PARTS:
+        return step
+    return dataclasses.replace(step, plans=tuple(plan.once(recompute) for plan in step.plans))
+
+
+def _plain(step: Step) -> Step:
+    """Returns a step for a segment: softmax products need no derivative there that saves less."""
+    if isinstance(step.op, SoftmaxDot):
+        return without_attention(step)
+    if not step.plans or isinstance(step.op, CustomCall):
+        return step
+    plans = tuple(plan.once(_plain_plan) for plan in step.plans)
+    return step if plans == step.plans else dataclasses.replace(step, plans=plans)
+
+
+def _plain_plan(plan: Plan) -> Plan:
+    steps = tuple(map(_plain, plan.steps))
+    return plan if steps == plan.steps else dataclasses.replace(plan, steps=steps, built={})
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Returns whether every step of a plan may be rematerialized."""
+    return not any(map(_why_not, plan.steps))
+
+
+def _why_not(step: Step) -> Residual | None:
+    """Returns why a step is in no segment; None if it may be in one."""
+    eqn, kind = step.eqn, compat.kind(step.eqn)
+    if kind == "remat2":
+        return Residual.OWN_CHECKPOINT
+    if kind == "custom_vjp_call":
+        return Residual.OWN_RULE
+    if isinstance(step.op, FusedAttention):
+        return Residual.KERNEL
+    inners = inside(eqn) if step.plans else ()
+    if any(inner.open_ended for inner in inners):
+        return Residual.OPEN_ENDED
+    if any(inner.loops for inner in inners) or kind == "shard_map":
+        return Residual.IN_PARTS
+    whole = all(inner.once(_is_whole) for inner in step.plans)
+    if not whole:
+        return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
+    asks = step.rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
+    if not asks and not step.plans:
+        return Residual.SAVE_POLICY
+    if runs_once(eqn):
+        return Residual.EFFECTS
+    if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
+        return Residual.RUNS_ONCE
+    return None
+
+
+def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[tuple[int, int]]:
+    """Splits a run of steps where few values cross that are not saved anyway.
+
+    All values under one checkpoint may be rematerialized before any of them is read: in a deep
+    model, the scores of every layer. So it is split after contractions, where nothing else crosses
+    but the result of a contraction, or a sum, which is then saved instead of its terms. `last` has
+    for each variable the step that reads it last; results of the plan are not in it.
+    """
+    inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
+    differentiated = {v for v in inputs if is_inexact(v.aval)}
+    pieces, begin, multiplied = [], start, False
+    crossing: set[Any] = set()
+    for i in range(start, stop):
+        eqn = plan.steps[i].eqn
+        multiplied |= contracts(eqn)
+        if not differentiated.isdisjoint(variables(eqn.invars)):
+            made = {v for v in eqn.outvars if is_inexact(v.aval)}
+            differentiated |= made
+            crossing |= made
+        crossing = {v for v in crossing if last.get(v, stop) > i}
+        keeps = contracts(eqn) and _in_segment(plan.steps[i]) == Residual.SAVED
+        kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
+        if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
+            pieces.append((begin, i + 1))
+            begin, multiplied, crossing = i + 1, False, set()
+    if begin + 1 < stop or multiplied:
+        pieces.append((begin, stop))
+    return pieces
+
+
+def _little_but(var: Any, crossing: set[Any]) -> bool:
+    """Returns whether a variable crosses, and of others only much smaller ones, as averages."""
+    if var not in crossing or not all(isinstance(n, int) for v in crossing for n in shape_of(v)):
+        return False  # symbolic dimensions of `jax.export` are not known
+    others = sum(math.prod(shape_of(v)) for v in crossing - {var})
+    return 16 * others <= math.prod(shape_of(var))
