@@ -28,7 +28,7 @@ from jaxmp._core.passes.rematerialize import recompute
 from jaxmp._core.passes.watch_overflow import is_overflow_watched
 from jaxmp._core.plan.demand import CONTRACTION, FULL
 from jaxmp._core.plan.parameters import Argnums, Parameters, by_position, place_of
-from jaxmp._core.plan.plan import NO_ORIGINS, Plan, Value
+from jaxmp._core.plan.plan import Plan, Value
 from jaxmp._core.plan.provenance import DATA, PARAMETER
 from jaxmp._core.plan.regions import (
     Transformed,
@@ -351,7 +351,6 @@ def plan_program(
         if not rules.governs(var)
         else Value(
             rules.low if stored == rules.low else None,
-            frozenset({planner.fresh()}) if stored == rules.low else NO_ORIGINS,
             argument=True,
             provenance=PARAMETER if parameter else DATA,
         )
@@ -362,7 +361,8 @@ def plan_program(
     outs = [rules.low if low_output and rules.governs(var) else None for var in open_jaxpr.outvars]
     roots = [WEIGHTS if parameter else OTHER for parameter in parameters]
     plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs, roots=roots)
-    return recompute(plan) if planner.recomputes else plan
+    recomputes = any(t.step.rules.policy.residuals == "recompute" for t in plan.tally())
+    return recompute(plan) if recomputes else plan
 
 
 def run_program(

@@ -71,10 +71,8 @@ def _narrowed(
 ) -> list[Value | None]:
     """Returns the values, with float32 ones kept low where `narrows` of value and demand holds."""
     return [
-        facts.planning.kept(facts.rules.low, [v])
-        if v and v.dtype is None and narrows(v, demand)
-        else v
-        for v, demand in zip(values, demands, strict=True)
+        facts.kept(facts.rules.low, [v], i) if v and v.dtype is None and narrows(v, demand) else v
+        for i, (v, demand) in enumerate(zip(values, demands, strict=True))
     ]
 
 
@@ -134,8 +132,8 @@ def _branches(facts: Facts) -> Decision:
     outs = [_agreed(*result) for result in zip(results, facts.demanded, strict=True)]
     plans = planned(outs)
     joined = [
-        facts.planning.kept(dtype, kept) if kept[0] is not None else None
-        for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
+        facts.kept(dtype, kept, i) if kept[0] is not None else None
+        for i, (dtype, *kept) in enumerate(zip(outs, *(p.values for p in plans), strict=True))
     ]
     return Decision(dtypes_of(facts.values), joined, Kind.INSIDE.of(), Inside(), plans=plans)
 
@@ -168,7 +166,7 @@ def _while(facts: Facts, body: Inner) -> Decision:
         for inner in facts.inners
     )
     outs = [
-        facts.planning.kept(None, [v])._replace(provenance=DATA) if v else None
+        facts.kept(None, [v])._replace(provenance=DATA) if v else None
         for v in (facts.values[body.operands[i]] for i in body.carries)
     ]
     return Decision(dtypes_of(entering), outs, Kind.WHILE.of(), Inside(), plans=plans)
@@ -206,7 +204,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
     plan = planned(outs=[*outs, *natural.outs[body.carried :]])
     kept = [
         v
-        and facts.planning.kept(v.dtype, [v])._replace(
+        and facts.kept(v.dtype, [v], i)._replace(
             provenance=v.provenance if v.dtype or i >= body.carried else DATA
         )
         for i, v in enumerate(plan.values)
@@ -225,7 +223,7 @@ def _entering(
             dtype=None, origins=NO_ORIGINS, pinned=None, argument=True, constant=False
         )
     if low:
-        return Value(facts.rules.low, frozenset({facts.planning.fresh()}), tangent=value.tangent)
+        return Value(facts.rules.low, tangent=value.tangent)
     return Value(argument=True, tangent=value.tangent, provenance=DATA)
 
 

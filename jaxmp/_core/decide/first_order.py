@@ -21,7 +21,7 @@ from jaxmp._core.jaxprs.equation_parameters import (
 )
 from jaxmp._core.jaxprs.source import is_backward, is_promotion
 from jaxmp._core.plan.demand import CONTRACTION, ITERATION, is_angle
-from jaxmp._core.plan.plan import Value, dtypes_of
+from jaxmp._core.plan.plan import OriginId, Value, dtypes_of
 from jaxmp._core.plan.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -108,7 +108,7 @@ def _contraction(facts: Facts) -> Decision:
             low = dtype
     tangent = any(v.tangent for v in mine)
     if low == rules.low:
-        out = Value(low, frozenset({facts.planning.fresh()}), tangent=tangent)
+        out = Value(low, frozenset({OriginId((facts.number,))}), tangent=tangent)
     else:
         out = Value(None, tangent=tangent)
     known = eqn.primitive.name in LOW
@@ -186,7 +186,7 @@ def _transparent(facts: Facts) -> Decision:
     else:
         dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
     same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
-    out = mine[0]._replace(argument=False) if same else facts.planning.kept(dtype, values)
+    out = mine[0]._replace(argument=False) if same else facts.kept(dtype, values)
     provenance = joined([v.provenance for v in mine])
     repeats = name in REPEATING and _repeats(eqn)
     if provenance == COMPUTED and dtype is None and repeats and name == "broadcast_in_dim":

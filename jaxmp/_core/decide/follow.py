@@ -69,9 +69,9 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
     literal = _out_of_range(facts)
     if literal is not None:
         return facts.as_written(literal)
-    out = facts.planning.kept(rules.low, facts.values)
+    out = facts.kept(rules.low, facts.values)
     if exponential:
-        out = out._replace(origins=frozenset({facts.planning.fresh(exponential=True)}))
+        out = out._replace(origins=frozenset({OriginId((facts.number,), exponential=True)}))
     # A contraction that sums nothing returns 16 bits, so that its gradient is 16 bits.
     op = Dot() if eqn.primitive.name in LOW else Bind()
     decision = facts.alike(rules.low, out, why, op, saturate=True)
@@ -85,7 +85,7 @@ def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
         if name not in AFFINE or _is_end(full):
             return None
         if name == "add" and any(v.provenance == PARAMETER for v in full):
-            low = facts.planning.kept(facts.rules.low, facts.values)
+            low = facts.kept(facts.rules.low, facts.values)
             return facts.alike(None, low, Kind.ENDS_NORMALIZATION)
     decision = facts.as_written(Kind.NO_LOW_OPERAND)
     written = [v for v in full if not v.constant]

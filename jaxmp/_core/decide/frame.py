@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._core.decide.planning import Planning
+from jaxmp._core.decide.planning import Planning, kept
 from jaxmp._core.execute.bind import Bind, Scale
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import is_tracer
@@ -105,10 +105,9 @@ class Frame:
             return None
         return Value(constant=True, provenance=of_constant(np.asarray(atom.val)), root=LITERALS)
 
-    def facts(self, eqn: JaxprEqn) -> Facts:
-        """Returns the facts that decide the next equation."""
+    def facts(self, number: int, eqn: JaxprEqn) -> Facts:
+        """Returns the facts that decide the next equation, given its number in the jaxpr."""
         rules = region_rules(eqn, self.rules) or self.rules
-        self.planning.recomputes |= rules.policy.residuals == "recompute"
         # A value that a region with another policy keeps low is float32 to this one.
         values = tuple(
             v._replace(dtype=None) if v and v.dtype not in (None, rules.low) else v
@@ -118,7 +117,7 @@ class Frame:
         if inners and rules.saturate and is_backward(eqn):  # not marked on the equations inside
             # Gradients may overflow to infinity, which a loss scaler tests for.
             rules = changed(rules, saturate=False)
-        return Facts(self, eqn, values, rules, tuple(inners))
+        return Facts(self, number, eqn, values, rules, tuple(inners))
 
     def record(self, facts: Facts, decision: Decision) -> Step:
         """Records how the results of an equation are kept, and returns its step."""
@@ -193,6 +192,7 @@ class Facts:
 
     Attributes:
       frame: the frame of its jaxpr.
+      number: the number of the equation in it.
       eqn: the equation.
       values: how its operands are kept.
       rules: the rules in force.
@@ -200,6 +200,7 @@ class Facts:
     """
 
     frame: Frame
+    number: int
     eqn: JaxprEqn
     values: tuple[Value | None, ...]
     rules: Rules
@@ -233,10 +234,11 @@ class Facts:
     ) -> Plan:
         """Returns the plan of a jaxpr inside; see `Planning.plan`."""
         roots = self.roots_inside(inner)
+        at = (self.number, *(i for i, each in enumerate(self.inners) if each is inner))
         live = any(map(is_tracer, compat.closed(inner.jaxpr).consts))
         of_jit = self.eqn.primitive.name == "jit" and not live
         return self.planning.plan(
-            inner.jaxpr, ins, wanted, self.rules, roots=roots, of_jit=of_jit, **leaving
+            inner.jaxpr, ins, wanted, self.rules, roots=roots, of_jit=of_jit, at=at, **leaving
         )
 
     def demands(
@@ -260,6 +262,10 @@ class Facts:
             return value.provenance
         return COMPUTED if shape_of(atom) == shape_of(self.eqn.outvars[0]) else SHARED
 
+    def kept(self, dtype: DType | None, operands: Sequence[Value | None], *at: int) -> Value:
+        """Returns the value of a result; `at` distinguishes it from others of the equation."""
+        return kept(dtype, operands, (self.number, *at))
+
     def alike(
         self,
         dtype: DType | None,
@@ -279,7 +285,7 @@ class Facts:
         used = self.used
         if self.eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
             used = [v for v in used if v and not v.constant] or used
-        out = self.planning.kept(None, used)
+        out = self.kept(None, used)
         return self.alike(
             None, out if provenance is None else out._replace(provenance=provenance), why
         )

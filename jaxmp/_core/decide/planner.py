@@ -19,8 +19,8 @@ class Planner(Planning):
         """Returns a plan in which every equation is decided, in order."""
         frame = Frame(self, *called)
         steps = []
-        for eqn in frame.jaxpr.eqns:
-            facts = frame.facts(eqn)
+        for number, eqn in enumerate(frame.jaxpr.eqns):
+            facts = frame.facts(number, eqn)
             decision = plan_inside(facts) if facts.inners else decide(facts)
             if decision.multiplies:
                 decision = by_recipe(facts, decision)

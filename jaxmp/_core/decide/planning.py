@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ from jaxmp._core.plan.roots import Roots
 from jaxmp._core.plan.rules import Rules
 
 Pass = Callable[[Plan, "Planning"], Plan]
-PlansOfJits = Callable[[tuple[Any, ...]], list[tuple[Plan, bool]]]
+PlansOfJits = Callable[[tuple[Any, ...]], list[Plan]]
 
 
 def plans_of_jits() -> PlansOfJits:
@@ -23,7 +22,7 @@ def plans_of_jits() -> PlansOfJits:
 
     JAX keeps the jaxprs of jits, so that programs traced one after the other share them. If they
     share their plans as well, JAX finds what it traced, differentiated and compiled for them. An
-    entry is a list: empty, or of one plan, and whether it rematerializes.
+    entry is a list: empty, or of one plan.
     """
     return functools.lru_cache(maxsize=1024)(lambda _called: [])
 
@@ -49,8 +48,6 @@ class Planning:
         self.jits = jits or plans_of_jits()
         self.roots = Roots()
         self.demands = Demands(self.roots)
-        self.recomputes = False  # whether the rules of any equation have residuals="recompute"
-        self._numbers = itertools.count(1)
         self._planned = functools.cache(self._plan)
         self._leaving = functools.cache(self._leave)
 
@@ -77,12 +74,13 @@ class Planning:
         summed: Sequence[bool] = (),
         roots: Sequence[str] = (),
         of_jit: bool = False,
+        at: tuple[int, ...] = (),
     ) -> Plan:
         """Returns the plan of a jaxpr (open or closed).
 
         Args:
           jaxpr: the jaxpr.
-          ins: how each operand is kept.
+          ins: how each operand is kept; a low one without origins is a low value of its own.
           wanted: the demand on each result.
           rules: the policy in force.
           outs: the dtype each result must be returned in, None for float32 or not governed; by
@@ -90,10 +88,17 @@ class Planning:
           summed: which results are sums carried through a loop, to be computed in float32.
           roots: the roots of the operands, of any dtype; by default, those of their values.
           of_jit: whether it is the jaxpr of a jit, which JAX keeps for later programs.
+          at: where the jaxpr that calls it does so; what it makes is named after that.
         """
         # Origins are renumbered, and those that came in with the same operands are merged: nothing
         # inside distinguishes them. So calls that differ only in origins, such as the layers on one
         # residual stream, share one plan, and the traces made from it.
+        ins = [
+            v._replace(origins=frozenset({OriginId((*at, -1 - i))}))
+            if v and v.dtype and not v.origins
+            else v
+            for i, v in enumerate(ins)
+        ]
         names = _renumbered(ins)
         local = tuple(_renamed(value, names) for value in ins)
         called = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
@@ -107,52 +112,45 @@ class Planning:
             back.setdefault(there, set()).add(here)
         for value in plan.values:
             for origin in value.origins if value else ():
-                if origin not in back:
-                    back[origin] = {self.fresh(exponential=origin.exponential)}
+                back.setdefault(origin, {origin._replace(at=(*at, *origin.at))})
         return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
 
     def _plan(self, called: tuple[Any, ...], *, of_jit: bool) -> Plan:
         known = self.jits(called) if of_jit and not self.tangents else []
         if not known:
-            around, self.recomputes = self.recomputes, False
             plan = self.decided(*called)
             for each in self.passes:
                 plan = each(plan, self)
-            known.append((plan, self.recomputes))
-            self.recomputes = around
-        [(plan, recomputes)] = known
-        self.recomputes |= recomputes
-        return plan
+            known.append(plan)
+        return known[0]
 
     def _leave(self, plan: Plan, outs: Sequence[DType | None]) -> Plan:
         """Returns the plan with its results returned in other dtypes than they are kept in."""
         values, clip = list(plan.values), list(plan.clip)
         for i, (value, dtype) in enumerate(zip(plan.values, outs, strict=True)):
             if value is not None and value.dtype != dtype:
-                values[i], clip[i] = self.kept(dtype, [value]), value.stays_finite(plan.rules)
+                values[i] = kept(dtype, [value], (len(plan.steps), i))
+                clip[i] = value.stays_finite(plan.rules)
         if values == list(plan.values):
             return plan
         return dataclasses.replace(plan, values=tuple(values), clip=tuple(clip), built={})
 
-    def fresh(self, *, exponential: bool = False) -> OriginId:
-        """Returns a new origin, for a low value."""
-        return OriginId(next(self._numbers), exponential)
 
-    def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
-        """Returns the value of a result that is kept in `dtype` and computed from `operands`."""
-        values = [v for v in operands if v is not None]
-        origins: frozenset[OriginId] = NO_ORIGINS
-        low = [v for v in values if v.dtype is not None]
-        if dtype is None:
-            origins = origins.union(*(v.origins for v in values))
-        else:
-            # Of one low operand: a masked or scaled copy of it, which shares its statistics. Of
-            # several: a new value (a residual sum).
-            if len({v.origins for v in low}) == 1:
-                origins = low[0].origins
-            origins |= {self.fresh()}
-        provenance = COMPUTED if dtype else joined([v.provenance for v in values])
-        return Value(dtype, origins, tangent=any(v.tangent for v in values), provenance=provenance)
+def kept(dtype: DType | None, operands: Sequence[Value | None], at: tuple[int, ...]) -> Value:
+    """Returns the value of a result, made `at` a place, that is kept in `dtype`."""
+    values = [v for v in operands if v is not None]
+    origins: frozenset[OriginId] = NO_ORIGINS
+    low = [v for v in values if v.dtype is not None]
+    if dtype is None:
+        origins = origins.union(*(v.origins for v in values))
+    else:
+        # Of one low operand: a masked or scaled copy of it, which shares its statistics. Of
+        # several: a new value (a residual sum).
+        if len({v.origins for v in low}) == 1:
+            origins = low[0].origins
+        origins |= {OriginId(at)}
+    provenance = COMPUTED if dtype else joined([v.provenance for v in values])
+    return Value(dtype, origins, tangent=any(v.tangent for v in values), provenance=provenance)
 
 
 def _renumbered(ins: Sequence[Value | None]) -> dict[OriginId, set[OriginId]]:
@@ -162,9 +160,9 @@ def _renumbered(ins: Sequence[Value | None]) -> dict[OriginId, set[OriginId]]:
         for origin in value.origins if value else ():
             where[origin] = (*where.get(origin, ()), i)
     places = sorted({(at, origin.exponential) for origin, at in where.items()})
-    numbers = {place: -1 - i for i, place in enumerate(places)}
+    numbers = {place: (-1 - i,) for i, place in enumerate(places)}
     return {
-        origin: {origin._replace(number=numbers[at, origin.exponential])}
+        origin: {origin._replace(at=numbers[at, origin.exponential])}
         for origin, at in where.items()
     }
 

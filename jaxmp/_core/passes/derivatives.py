@@ -210,10 +210,8 @@ def _plan_jvp(
     linear = [False] * len(call.ins) + [True] * len(active)
     rules = plan.rules
     planner = another(tangents=hidden_tangents(jaxpr, linear, rules))
-    ins = [
-        _kept(planner, rules, *operand) for operand in zip(call.ins, plan.arguments, strict=True)
-    ]
-    ins += [_kept(planner, rules, call.ins[i], plan.arguments[i], tangent=True) for i in active]
+    ins = [_kept(rules, *operand) for operand in zip(call.ins, plan.arguments, strict=True)]
+    ins += [_kept(rules, call.ins[i], plan.arguments[i], tangent=True) for i in active]
     outs = [*plan.outs, *(plan.outs[i] for i in call.results)]
     zeros = _zeros(jaxpr)[len(call.outs) :]
     wanted = [*_wanted(plan.outs, plan), *_wanted(outs[len(plan.outs) :])]
@@ -272,7 +270,7 @@ class _Pullback:
         self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
         operands = zip(call.ins, plan.arguments, strict=True)
-        ins = [_kept(self._planner, plan.rules, *operand) for operand in operands]
+        ins = [_kept(plan.rules, *operand) for operand in operands]
         free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
         outs = [*plan.outs, *free.outs[n_out:]]
         self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs)
@@ -326,7 +324,7 @@ class _Pullback:
             for value in self.forward.values[len(outs) :]
         ]
         kept, rules = [Value(dtype) for dtype in self._plan.outs], self._plan.rules
-        ins += [_kept(self._planner, rules, outs[i], kept[i], tangent=True) for i in given]
+        ins += [_kept(rules, outs[i], kept[i], tangent=True) for i in given]
         plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, outs=self._grads)
         return plan, _zeros(jaxpr)
 
@@ -355,14 +353,7 @@ def _zeros(jaxpr: Any) -> list[bool]:
     ]
 
 
-def _kept(
-    planner: Planning,
-    rules: Rules,
-    aval: Any,
-    value: Value | None,
-    *,
-    tangent: bool = False,
-) -> Value | None:
+def _kept(rules: Rules, aval: Any, value: Value | None, *, tangent: bool = False) -> Value | None:
     """Returns how a rule's operand is kept: like the call's operand or result it belongs to."""
     if not rules.governs(SimpleNamespace(aval=aval)):
         return None
@@ -370,7 +361,7 @@ def _kept(
     root = OTHER if tangent else value.root
     if value.dtype is None:
         return Value(tangent=tangent, provenance=value.provenance, root=root)
-    return Value(value.dtype, frozenset({planner.fresh()}), tangent=tangent, root=root)
+    return Value(value.dtype, tangent=tangent, root=root)
 
 
 def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]:

@@ -30,12 +30,13 @@ class OriginId(NamedTuple):
     """The identity of a low value.
 
     Attributes:
-      number: distinguishes it from others.
+      at: where its jaxpr makes it: at the number of an equation, followed by what distinguishes it
+        from others that the equation makes; or at an operand, whose numbers are -1, -2, ...
       exponential: whether it is a softmax's exponential; divided by its own sum it is the softmax
         itself, and not a normalization.
     """
 
-    number: int
+    at: tuple[int, ...]
     exponential: bool = False
 
 
