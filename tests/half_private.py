@@ -23,7 +23,7 @@ HOMES = (
 
 # Attributes whose names alone give them away. The parameters of equations are found by themselves.
 _OF_EQUATIONS = """
-    ctx debug_info effects frames func_name get_bind_params jaxprs_in_params multiple_results
+    ctx debug_info effects func_name get_bind_params jaxprs_in_params multiple_results
     name_stack source_info
 """
 _OF_TYPES_AND_ARRAYS = "inner_aval manual_axis_type str_short to_tangent_aval weak_type"

@@ -12,6 +12,7 @@ from jaxmp._core.decide.follow import follow
 from jaxmp._core.decide.frame import Decision, Facts
 from jaxmp._core.execute.bind import Bind, Dot, Move
 from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.callers import is_promotion
 from jaxmp._core.jaxprs.compat import dtype_of, is_at_most, shape_of
 from jaxmp._core.jaxprs.equation_parameters import (
     broadcast_axes,
@@ -19,7 +20,7 @@ from jaxmp._core.jaxprs.equation_parameters import (
     free_sizes,
     takes_result_dtype,
 )
-from jaxmp._core.jaxprs.source import is_backward, is_promotion
+from jaxmp._core.jaxprs.source import is_backward
 from jaxmp._core.plan.demand import CONTRACTION, ITERATION, is_angle
 from jaxmp._core.plan.plan import OriginId, Value, dtypes_of
 from jaxmp._core.plan.primitives import (

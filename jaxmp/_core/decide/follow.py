@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from jaxmp._core.decide.frame import Decision, Facts
 from jaxmp._core.execute.bind import Bind, Dot, Scale
-from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.callers import in_associative_scan
 from jaxmp._core.jaxprs.compat import shape_of
 from jaxmp._core.plan.demand import ANGLE, CONTRACTION, INDEX, OPERAND, STEEP
 from jaxmp._core.plan.plan import NO_ORIGINS, OriginId, Value
@@ -43,7 +43,7 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
     name = "mul" if eqn.primitive.name in LOW else eqn.primitive.name
     if not facts.frame.summed.isdisjoint(eqn.outvars):
         return facts.as_written(Kind.SUMMED)
-    if low and compat.in_associative_scan(eqn):
+    if low and in_associative_scan(eqn):
         return facts.as_written(Kind.RECURRENCE)
     chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
     if not chooses:

@@ -11,10 +11,8 @@ parameters that holds the jaxpr. Not public; what we know of these objects is in
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -351,23 +349,6 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
     """Returns the options of a scan: its length, direction and unrolling."""
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-
-
-def in_associative_scan(eqn: jex_core.JaxprEqn) -> bool:
-    """Returns whether an equation is part of `jax.lax.associative_scan`, not a primitive."""
-    traceback: Any = eqn.source_info.traceback
-    return traceback is not None and _in_associative_scan(traceback)
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_associative_scan(traceback: Any) -> bool:
-    return any(
-        frame.function_name == "associative_scan" and frame.file_name.startswith(_JAX)
-        for frame in traceback.frames
-    )
-
-
-_JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def source_of(eqn: jex_core.JaxprEqn) -> AbstractContextManager[Any]:

@@ -10,7 +10,6 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ _PACKAGES = (
     "optimistix", "orbax",
 )  # fmt: skip
 # Those that promote types on behalf of their caller.
-_PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
+PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 # Scopes that are not the user's begin with one of these.
 _MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED)
@@ -54,7 +53,7 @@ _NOT_MODULES = ("rematted_computation", *_MARKS)
 
 def level_of_user() -> int:
     """Returns the `stacklevel` of the innermost caller outside of JAX, Flax and jaxmp, to warn."""
-    folders = (*_PROMOTING, str(Path(__file__).parents[2]) + os.sep, "<")
+    folders = (*PROMOTING, str(Path(__file__).parents[2]) + os.sep, "<")
     for level, frame in enumerate(inspect.stack(0)[1:], start=1):
         if not frame.filename.startswith(folders) and frame.filename != contextlib.__file__:
             return level
@@ -88,25 +87,6 @@ def _user_line(where: Any, libraries: tuple[str, ...]) -> str:
         if not file.startswith(libraries):
             return f"{Path(file).name}:{line_number(where, frame)}"
     return ""
-
-
-def is_promotion(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
-    """Returns whether JAX or Flax made a conversion to promote types, and no author wrote it.
-
-    A function that promotes a value also reads it: both equations come from one instruction outside
-    of JAX and Flax. An author's conversion (`x.astype(...)`) is an instruction of its own.
-    """
-    if in_scope(eqn, CAST):
-        return True
-    here = _instruction(eqn)
-    return here is not None and any(_instruction(reader) == here for reader in readers)
-
-
-def _instruction(eqn: JaxprEqn) -> tuple[Any, int] | None:
-    """Returns the innermost instruction outside of JAX and Flax that made an equation, if known."""
-    return next(
-        (f for f in frames(traceback(eqn)) if not f[0].co_filename.startswith(_PROMOTING)), None
-    )
 
 
 def in_library(file: str) -> bool:

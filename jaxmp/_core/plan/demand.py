@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.callers import in_associative_scan
 from jaxmp._core.jaxprs.compat import dtype_of, variables
 from jaxmp._core.jaxprs.dataflow import demand_fixpoint, demanded
 from jaxmp._core.jaxprs.equation_parameters import converted_dtype
@@ -122,7 +123,7 @@ class Demands:
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = functools.reduce(operator.or_, wanted, NOTHING)
-        combines = kind == "promote" and demand & CONTRACTION and compat.in_associative_scan(eqn)
+        combines = kind == "promote" and demand & CONTRACTION and in_associative_scan(eqn)
         if kind in ("promote", "softmax") and not combines:
             demand &= ~OPERAND
         elif kind != "move":

@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import explicit_sharding, filled, in_context
-from jaxmp._core.jaxprs.equation_parameters import gather, jitted_name, widens_8_bits
+from jaxmp._core.jaxprs.callers import is_take
+from jaxmp._core.jaxprs.equation_parameters import gather, widens_8_bits
 from jaxmp._core.jaxprs.higher_order import inside, rebuild
 from jaxmp._core.jaxprs.scopes import DEQUANTIZE, ROWS
 from jaxmp._core.jaxprs.source import in_scope
@@ -132,7 +133,7 @@ def _of_weights(
         return _rows(eqn, weight, operands[1])
     if weight is not None and (part := _part(eqn, weight, operands[1:])) is not None:
         return part
-    if not jitted_name(eqn).startswith("_take"):  # `jnp.take`, which is not inlined
+    if not is_take(eqn):  # which is not inlined
         return _inside(eqn, operands, known)
     [call] = inside(eqn)
     inner, consts = compat.closed(call.jaxpr)

@@ -28,6 +28,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._core.execute.annotations import contracts
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import has_effects, is_inexact, short_type
+from jaxmp._core.jaxprs.callers import is_promotion
 from jaxmp._core.jaxprs.compat import closed, dtype_of
 from jaxmp._core.jaxprs.equation_parameters import exponent
 from jaxmp._core.jaxprs.follow import Follower
@@ -35,7 +36,7 @@ from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.place import Place
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged, of_kind
 from jaxmp._core.jaxprs.scopes import CAST
-from jaxmp._core.jaxprs.source import in_scope, is_promotion
+from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.plan.primitives import CROSSING, IN_PARTS, RANDOM, classify
 from jaxmp._core.plan.provenance import is_basis
 from jaxmp._core.plan.rules import Rules, region_rules

@@ -29,7 +29,6 @@ from jaxmp._core import flax as _flax
 from jaxmp._core.jaxprs import attributes, compat, equation_parameters
 from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.parameter_products import Parameter, contract
-from jaxmp._core.jaxprs.source import is_promotion
 
 from support import iter_eqns
 
@@ -224,7 +223,7 @@ def _() -> None:
     assert "transpose(" in str(attributes.name_stack(derived))
 
 
-@relied_on("eqn.source_info.traceback.raw_frames, code_addr2line", "frames")
+@relied_on("eqn.source_info.traceback.raw_frames, code_addr2line")
 def _() -> None:
     def called(x: jax.Array) -> jax.Array:
         return jnp.sin(x)
@@ -419,35 +418,6 @@ def _() -> None:
 def _() -> None:
     inlined = jax.jit(jnp.sin, inline=compat.INLINE)
     assert [e.primitive.name for e in equations(inlined, X)] == ["sin"]
-
-
-@relied_on("frames of astype and of promotion")
-def _() -> None:
-    low = X.astype(jnp.bfloat16)
-    dense = nn.Dense(4)
-    variables = dense.init(jax.random.key(0), X)
-
-    def conversion(fn: Any) -> tuple[Any, Any]:
-        """The first conversion of a program, and what reads it."""
-        eqns = jax.make_jaxpr(fn)(low).jaxpr.eqns
-        [found, *_] = [e for e in eqns if e.primitive.name == "convert_element_type"]
-        return found, [e for e in eqns if found.outvars[0] in e.invars]
-
-    written = conversion(lambda x: x.astype(jnp.float32) + X)
-    promoted = conversion(lambda x: x + X)
-    by_flax = conversion(lambda x: dense.apply(variables, x))
-    found = [is_promotion(*e) for e in (written, promoted, by_flax)]
-    assert found == [False, True, True]
-
-
-@relied_on("frames of associative_scan")
-def _() -> None:
-    def fn(x: jax.Array) -> jax.Array:
-        return lax.associative_scan(lambda a, b: a + b, x) * 2
-
-    eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(X)) if e.primitive.name in ("add", "mul")]
-    found = {e.primitive.name: compat.in_associative_scan(e) for e in eqns}
-    assert found == {"add": True, "mul": False}
 
 
 @relied_on("make_user_context is part of a jit's key")
