@@ -37,7 +37,7 @@ HALF_FAMILIES = {
 }
 
 # By default seen in bfloat16: each runs otherwise. Of all programs the plan is compared by default
-# (`test_plan_digests`).
+# (`test_plans`).
 OTHER_FAMILIES = {
     "distances",
     "graphs",

@@ -89,8 +89,8 @@ def _clear_now_and_then() -> None:
 def ratios(program: Program, policy: str) -> list[float]:
     """Checks dtypes, shapes and finiteness; returns each result's error in units of its spread.
 
-    Returns none for a program whose results are beyond the compute dtype's range: gradients of 166,871
-    are infinite in float16, which a loss scale's skipped step is for.
+    Returns none for a program whose results are beyond the compute dtype's range: gradients of
+    166,871 are infinite in float16, which a loss scale's skipped step is for.
     """
     fn, args = program.function(), program.arguments()
     plain = jax.make_jaxpr(program.value_and_grad(fn))(*args)
