@@ -245,6 +245,17 @@ def remat_names(x, w, v):
 
 
 @jax.custom_jvp
+def tanh_times_seven(x):
+    return jnp.tanh(x)
+
+
+@tanh_times_seven.defjvp
+def _tanh_times_seven_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return jnp.tanh(x), 7 * dx * (1 - jnp.tanh(x) ** 2)
+
+
+@jax.custom_jvp
 def _doubled_tangent(x, w):
     return jnp.tanh(x @ w)
 

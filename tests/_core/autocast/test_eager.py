@@ -194,6 +194,45 @@ def test_a_program_is_planned_once(name: str, planned: list[int]) -> None:
     assert len(planned) == 1
 
 
+def test_each_program_of_a_function_is_planned_once(planned: list[int]) -> None:
+    # Every call traces, as what a function reads may have changed; an equal trace has a plan.
+    fast = autocast(lambda w, x, scale=1.0: {"y": jnp.tanh(x @ w["w"]) * scale}, BF16)
+    for _ in range(2):  # the second time, all were seen before
+        for i in range(2):
+            fast({"w": W}, X + i)
+            fast({"w": W}, X[:2])
+            fast({"w": W}, X, scale=2.0)
+        assert len(planned) == 3
+    fast({"w": W}, X.astype(jnp.bfloat16))
+    assert len(planned) == 4
+    gradient = jax.value_and_grad(autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), BF16))
+    for i in range(2):
+        gradient(W, X * i)
+    assert len(planned) == 5
+
+
+def test_custom_rules_are_planned_once() -> None:
+    runs = []
+
+    @jax.custom_vjp
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x)
+
+    def backward(saved: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+        runs.append(1)
+        return (g * saved,)
+
+    f.defvjp(lambda x: (jnp.tanh(x), x), backward)
+    jitted = jax.jit(f)
+    # In a jit, so that JAX itself keeps the rule from one eager call to the next.
+    gradient = jax.grad(autocast(lambda w, x: jnp.sum(jitted(x @ w) @ w), BF16))
+    gradient(W, X)
+    first = len(runs)
+    for _ in range(5):
+        gradient(W, X)
+    assert len(runs) == first
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["remat", "closed over", "a jit"])
 def test_eager_calls_keep_nothing(name: str) -> None:

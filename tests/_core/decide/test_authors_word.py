@@ -14,7 +14,7 @@ from jax import lax
 import jaxmp
 
 from constructs import BF16, F16, V, W, X, assert_bitwise, mlp
-from support import autocast, contraction_dtypes, explain
+from support import autocast, contraction_dtypes, explain, relative
 
 LOW_X, LOW_W = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
 float64_is_told_of = pytest.mark.filterwarnings(
@@ -88,6 +88,22 @@ def test_what_is_given_in_16_bits_is_seen_so():
     assert cast(LOW_X, W).dtype == jnp.float32
     gradients = jax.grad(lambda x, w: cast(x, w).sum(), argnums=(0, 1))(LOW_X, W)
     assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
+
+
+def test_an_operand_in_16_bits_decides_for_its_partner():
+    def dispatch(x, mask, w):
+        slots = lax.dot_general(
+            mask, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return jnp.sum(jnp.tanh(slots @ w))
+
+    for author in ("bfloat16", "float16"):
+        mask = jnp.eye(6, 6, dtype=author)
+        for policy in (BF16, F16):
+            fast = autocast(dispatch, policy)
+            for fn in (fast, jax.grad(fast)):
+                assert set(contraction_dtypes(fn, X, mask, W)) <= {"bfloat16", "float16"}
+        assert relative(fast(X, mask, W), dispatch(X, mask, W)) < 0.05
 
 
 @float64_is_told_of
