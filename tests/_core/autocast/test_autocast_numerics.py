@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 
 import jaxmp
@@ -35,12 +36,8 @@ from support import (
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
-EPS32 = 2.0**-23
+EPS32 = eps("float32")
 FLOAT32_MIN = float(np.finfo(np.float32).min)
-
-
-def eps(policy: str) -> float:
-    return float(jnp.finfo(jaxmp.get_policy(policy).compute_dtype).eps)
 
 
 def integers(seed: int, *shape: int, high: int = 3) -> jax.Array:
@@ -704,7 +701,7 @@ def test_values_at_the_boundary(spec: str) -> None:
     got, gradient = both(params)
     policy = jaxmp.get_policy(spec)
     dtypes = policy.param_dtype, policy.compute_dtype, policy.output_dtype
-    coarsest = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+    coarsest = max(map(eps, dtypes))
     want, exact = boundary_oracle()
     assert relative(got, want) < 5 * coarsest  # two contractions, arguments and result rounded
     assert relative(gradient, exact) < 12 * coarsest

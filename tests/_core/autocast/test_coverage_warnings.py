@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.extend.core import Primitive
@@ -69,7 +70,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     ] * 2
     assert name in plan.summary()
     assert contraction_dtypes(fast, X, W) == {"float32": count, "bfloat16": 1}
-    assert relative(fast(X, W), fn(X, W)) < 6 * float(jnp.finfo("bfloat16").eps)
+    assert relative(fast(X, W), fn(X, W)) < 6 * eps(BF16)
     with pytest.warns(UserWarning, match=name):
         jaxmp.wrap(lambda w, x: fn(x, w), BF16)(W, X)
     # Warnings are errors: not twice, and not of what the author decided.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import eps
 from jax import lax
 
 from support import autocast, contractions, explain, gaussian, iter_eqns, jaxpr_of, relative
@@ -70,7 +71,7 @@ def test_complex_products_and_fft_stay_as_they_are() -> None:
     fast = autocast(fn, BF16)
     both = jax.jit(lambda *args: (jax.value_and_grad(fast)(*args), fn(*args)))
     (got, gradient), want = both(X, W)
-    assert relative(got, want) < 5 * float(jnp.finfo("bfloat16").eps)
+    assert relative(got, want) < 5 * eps(BF16)
     assert np.isfinite(gradient).all()
     eqns = list(iter_eqns(jaxpr_of(fast, X, W)))
     ffts = {str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "fft"}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 
 import jaxmp
@@ -21,7 +22,6 @@ from constructs import tanh_times_seven
 from support import autocast, gaussian, iter_eqns, jaxpr_of, primitives, relative
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-EPS = {BF16: 2.0**-7, F16: 2.0**-10}
 COMPUTE = {BF16: "bfloat16", F16: "float16"}
 FLOAT32_MIN = float(np.finfo(np.float32).min)
 X = gaussian(0, 6, 8)
@@ -61,7 +61,7 @@ def test_masks_are_finite_in_16_bits(kind: str, policy: str) -> None:
     fast = autocast(fn, policy)
     assert primitives(fast, x, w, given)["max", COMPUTE[policy]] == 1
     assert np.isfinite(fast(x, w, given)).all()
-    assert relative(fast(x, w, given), fn(x, w, given)) < 6 * EPS[policy]
+    assert relative(fast(x, w, given), fn(x, w, given)) < 6 * eps(policy)
 
     def touch(x: jax.Array, w: jax.Array, given: jax.Array) -> jax.Array:
         return mask(x @ w, given) @ jnp.zeros_like(w)  # 0 × finite is 0, 0 × inf is NaN
@@ -96,7 +96,7 @@ def test_a_gradient_passes_a_clipped_value(policy: str) -> None:
     big = jnp.full((1, 8), 1e30).at[0, 3].set(FLOAT32_MIN)
     got = jax.grad(autocast(fn, policy))(big, X, W)
     want = jax.grad(fn)(big, X, W)
-    assert relative(got, want) < 4 * EPS[policy]
+    assert relative(got, want) < 4 * eps(policy)
 
 
 def test_a_low_carry_that_starts_out_of_range_saturates() -> None:
@@ -110,7 +110,7 @@ def test_a_low_carry_that_starts_out_of_range_saturates() -> None:
     rest = W, jnp.full(X.shape, FLOAT32_MIN), jnp.stack([W] * 3)
     [scan] = [e for e in iter_eqns(jaxpr_of(fast, X, *rest)) if e.primitive.name == "scan"]
     assert [str(v.aval.dtype) for v in scan.outvars] == ["float16"]
-    assert relative(fast(X, *rest), fn(X, *rest)) < 6 * EPS[F16]
+    assert relative(fast(X, *rest), fn(X, *rest)) < 6 * eps(F16)
     assert np.isfinite(jax.grad(lambda x: jnp.sum(fast(x, *rest)))(X)).all()
 
 
@@ -123,7 +123,7 @@ def test_literals_saturate(policy: str) -> None:
         return (x @ w - 3.4e38) @ jnp.zeros_like(w)  # inf × 0 is NaN
 
     np.testing.assert_array_equal(autocast(touch, policy)(X, W), 0.0)
-    assert relative(autocast(fn, policy)(X, W), fn(X, W)) < 5 * EPS[policy]
+    assert relative(autocast(fn, policy)(X, W), fn(X, W)) < 5 * eps(policy)
     assert np.isfinite(jax.grad(lambda x: jnp.sum(autocast(fn, policy)(x, W)))(X)).all()
 
 
@@ -146,7 +146,7 @@ def assert_gradient(fn: Callable[..., Any], roundings: int, *, eager: bool = Fal
     if eager:
         found += [jax.grad(f)(X, W) for f in (fast, jax.jit(fast))]
     for got in found:
-        assert relative(got, want) < roundings * EPS[F16]
+        assert relative(got, want) < roundings * eps(F16)
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -173,7 +173,7 @@ def test_a_rule_stays_linear_in_its_tangents() -> None:
     assert_gradient(lambda x, w: jnp.sum(modulated(x, w) ** 2), 12, eager=True)
     _, big = jax.jvp(partial(jaxmp.autocast(modulated, BF16, argnums=1), w=W), (X,), (X * 1e30,))
     _, want = jax.jvp(partial(modulated, w=W), (X,), (X * 1e30,))
-    assert relative(big, want) < 12 * EPS[BF16]
+    assert relative(big, want) < 12 * eps(BF16)
 
 
 DETOURS = {

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -212,7 +213,7 @@ def test_a_scan_keeps_its_parameters() -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     np.testing.assert_array_equal(got[1][1], want[1][1])
     # Nine contractions in a row, 1.5 eps each, on a contracting map.
-    assert relative(got[1][0], want[1][0]) < 14 * float(jnp.finfo("bfloat16").eps)
+    assert relative(got[1][0], want[1][0]) < 14 * eps("bfloat16")
     assert set(contraction_dtypes(fast, X, W, stack)) == {"bfloat16"}
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.jet import jet
@@ -45,7 +46,7 @@ def test_a_rule_of_an_argument_in_16_bits() -> None:
     got, want = jax.grad(autocast(fn, BF16))(low, W), jax.grad(fn)(low, W)
     assert got.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(want, np.float64)) > 5
-    assert relative(got, want) < 12 * float(jnp.finfo("bfloat16").eps)
+    assert relative(got, want) < 12 * eps(BF16)
 
 
 # --- symbolic zeros ------------------------------------------------------------------------------
