@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._core.autocast import transform
 from jaxmp._core.autocast.eager import EagerPrograms
 from jaxmp._core.execute.program_key import _Identity
 
@@ -175,15 +174,6 @@ def test_it_is_what_jit_computes(policy: str, as_one: list[bool]) -> None:
             assert as_one == [name != "a jit"] * 2  # that one has a constant of its own
             if name not in ("a jit", "closed over"):  # there XLA of 0.10 sees its values
                 assert_bitwise(got, want)
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by an entry with each program that is planned."""
-    found = []
-    plan_program = transform.plan_program
-    monkeypatch.setattr(transform, "plan_program", lambda *a: found.append(1) or plan_program(*a))
-    return found
 
 
 @pytest.mark.parametrize("name", ["activations", "a rule", "closed over"])
