@@ -122,6 +122,17 @@ def _collect_what_is_new() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by an entry with each program that is planned."""
+    from jaxmp._core.autocast import transform
+
+    found: list[int] = []
+    plan_program = transform.plan_program
+    monkeypatch.setattr(transform, "plan_program", lambda *a: found.append(1) or plan_program(*a))
+    return found
+
+
 # The same examples on every run, so that nobody's change meets somebody else's counterexample;
 # HYPOTHESIS_PROFILE=explore looks for new ones. Compiling takes as long as it takes: no deadlines.
 hypothesis.settings.register_profile("dev", max_examples=5, derandomize=True, deadline=None)

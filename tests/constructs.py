@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import eps
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
@@ -51,7 +52,7 @@ def assert_close(got: Any, want: Any, *, dtype: str, depth: int) -> None:
     in a row. Twice that allows for condition numbers up to 2.
     """
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    tolerance = 4 * depth * float(jnp.finfo(dtype).eps)
+    tolerance = 4 * depth * eps(dtype)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert jnp.shape(a) == jnp.shape(b)
         assert jnp.result_type(a) == jnp.result_type(b)
@@ -242,6 +243,17 @@ def remat_names(x, w, v):
 
     policy = jax.checkpoint_policies.save_only_these_names("kept")
     return jax.checkpoint(block, policy=policy)(x)
+
+
+@jax.custom_jvp
+def tanh_times_seven(x):
+    return jnp.tanh(x)
+
+
+@tanh_times_seven.defjvp
+def _tanh_times_seven_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return jnp.tanh(x), 7 * dx * (1 - jnp.tanh(x) ** 2)
 
 
 @jax.custom_jvp

@@ -10,13 +10,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import eps
 
 import jaxmp
 
 from support import contraction_dtypes, gaussian, jaxpr_of
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-EPS = float(jnp.finfo(jnp.bfloat16).eps)
 KEY = jax.random.key(0)
 RNGS = {"dropout": jax.random.key(7)}
 
@@ -59,7 +59,7 @@ def assert_close(got: Any, want: Any, roundings: float = 8) -> None:
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         flat.append((np.ravel(np.asarray(a, np.float64)), np.ravel(np.asarray(b, np.float64))))
     a, b = (np.concatenate(arrays) for arrays in zip(*flat, strict=True))
-    assert 0 < np.linalg.norm(a - b) <= roundings * EPS * np.linalg.norm(b)
+    assert 0 < np.linalg.norm(a - b) <= roundings * eps(BF16) * np.linalg.norm(b)
 
 
 def gradient_of(model: nn.Module, x: Any, **options: Any) -> Any:

@@ -121,7 +121,7 @@ def tests_for(mutant: Mutant) -> list[str]:
             return 1
         if file.parent.name == module.parent.name != "autocast":
             return 2
-        return 3 if file.name == "test_plan_digests.py" else 4
+        return 3 if file.name == "test_plans.py" else 4
 
     files = [x for room in ROOMS for x in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
     return [str(x.relative_to(ROOT)) for x in sorted(files, key=rank)]

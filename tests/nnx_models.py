@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import eps
 from flax import nnx
 
 import jaxmp
@@ -236,11 +237,10 @@ def assert_same(a: object, b: object) -> None:
 
 def assert_close(low: object, full: object) -> None:
     """Apart by the rounding of a few products to 16 bits: no more than that, and no less."""
-    eps = float(jnp.finfo("bfloat16").eps)
     rounded = False
     for (path, x), (path2, y) in zip(leaves(low), leaves(full), strict=True):
         assert (path, x.dtype) == (path2, y.dtype)
-        atol = 8 * eps * np.abs(y).max(initial=0)
+        atol = 8 * eps("bfloat16") * np.abs(y).max(initial=0)
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
         rounded |= bool(np.any(np.abs(x - y) > atol / 1024))  # no order of float32 sums does that
     assert rounded

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import MEANINGLESS, NEGLIGIBLE, TIMES_FLOOR
 from contraction_floor import rounded_contractions, rounded_everywhere
 from jax import lax
 from numpy_reference import reference
@@ -289,13 +290,6 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(off / np.linalg.norm(want))
 
 
-# What no one would call wrong, whatever it is compared with.
-NEGLIGIBLE = Error(1e-3, 1e-2)
-# What one would no longer call a result.
-MEANINGLESS = 0.3
-FACTOR = 3.0
-
-
 def complaints(name: str, dtype: str, variant: str = "autocast", by: str = "numpy") -> str:
     """What is worse than it may be in a version of a program, with all figures, or ''."""
 
@@ -318,6 +312,6 @@ def _is_fine(mine: float, name: str, figures: Callable[[str], Error], k: int) ->
         return True
     by_hand = figures("hand")[k]
     meaningful = by_hand <= MEANINGLESS  # or not finite, perhaps: then the floor alone decides
-    if meaningful and (PROGRAMS[name].geometry or mine <= FACTOR * by_hand):
-        return mine <= FACTOR * by_hand
-    return mine <= FACTOR * figures("floor")[k]
+    if meaningful and (PROGRAMS[name].geometry or mine <= TIMES_FLOOR * by_hand):
+        return mine <= TIMES_FLOOR * by_hand
+    return mine <= TIMES_FLOOR * figures("floor")[k]

@@ -3,20 +3,24 @@
     export PYTHONPATH=.:tests JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
     python tests/plan_dump.py > plans.txt
     python tests/plan_dump.py public/gpt2 numeric/ > some.txt
-    python tests/plan_dump.py --digests  # writes tests/plan_digests.json, which the tests compare
+    python tests/plan_dump.py --write  # tests/plans/*.txt, which tests compare with
 
 A line per equation: its primitive, the dtypes it reads its operands in and keeps its results in,
 and why; what is inside an equation follows it, indented. Then the number of equations of each kind
 in the gradient that JAX makes of the program under autocast: derivative rules are planned when they
 are asked for. Two dumps, before and after, are compared as text (`diff`): what keeps every plan
 changes no line. Nothing is compiled. No line has anything of the machine or of source lines in it.
+
+In `tests/plans`, a plan under the first policy is written out, and one under another is what
+differs from it: nothing (`=`), the name of the dtype alone (`= f16`), or the hunks of a diff. They
+are of the newest JAX that is tested, as versions lower library functions differently.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
-import hashlib
-import json
+import re
 import sys
 import warnings
 from collections import Counter
@@ -46,7 +50,7 @@ MORE = (
     "mixed_bfloat16,residuals=recompute",
     "mixed_float8",
 )
-DIGESTS: Final = Path(__file__).with_name("plan_digests.json")
+PLANS: Final = Path(__file__).with_name("plans")
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
@@ -153,19 +157,74 @@ def text_of(name: str, make: Callable[[], Program], policy: str) -> str:
     return "".join(f"{line}\n" for line in text)
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def written() -> tuple[str, dict[str, dict[str, list[str]]]]:
+    """The JAX that `tests/plans` are of, and their lines by program and policy."""
+    version, plans = "", {}
+    for path in sorted(PLANS.glob("*.txt")):
+        first, *sections = re.split(r"^# ", path.read_text(), flags=re.MULTILINE)[1:]
+        version = first.split()[-1]
+        for section in sections:
+            title, *found = section.splitlines()
+            name, policy = title.split("  ")
+            of_program = plans.setdefault(name, {})
+            base = of_program.get(POLICIES[0], [])
+            of_program[policy] = _full(found, base) if base else found
+    return version, plans
+
+
+def _full(found: list[str], base: list[str]) -> list[str]:
+    """The lines of a plan of which what differs from another was written."""
+    match found:
+        case ["="]:
+            return base
+        case ["= f16"]:
+            return _in_float16(base)
+    out: list[str] = []
+    at = 0
+    for line in found:
+        if hunk := re.match(r"@@ -(\d+)(?:,(\d+))? ", line):
+            count = int(hunk[2] or 1)
+            start = int(hunk[1]) - (count > 0)  # what is only inserted follows the line named
+            out += base[at:start]
+            at = start + count
+        elif line[0] == "+":
+            out.append(line[1:])
+    return out + base[at:]
+
+
+def _in_float16(plan: list[str]) -> list[str]:
+    return [re.sub(r"\bbf16\b", "f16", line).replace("bfloat16", "float16") for line in plan]
+
+
+def _short_of(plan: list[str], base: list[str]) -> list[str]:
+    """What `_full` reads."""
+    if plan == base:
+        return ["="]
+    if plan == _in_float16(base):
+        return ["= f16"]
+    return list(difflib.unified_diff(base, plan, n=0, lineterm=""))[2:]
+
+
+def write() -> None:
+    """Writes `tests/plans`."""
+    PLANS.mkdir(exist_ok=True)
+    texts: dict[str, list[str]] = {}
+    for name, make in corpus():
+        if (kind := name.partition("/")[0]) == "public":
+            continue
+        text = texts.setdefault(kind, [f"# JAX {jax.__version__}"])
+        plans = {policy: text_of(name, make, policy).splitlines() for policy in policies_of(name)}
+        _, *base = plans[POLICIES[0]]
+        for policy, (title, *plan) in plans.items():
+            text += [title, *(plan if policy == POLICIES[0] else _short_of(plan, base))]
+    for kind, text in texts.items():
+        (PLANS / f"{kind}.txt").write_text("".join(f"{line}\n" for line in text))
 
 
 def main(words: list[str]) -> None:
     warnings.simplefilter("ignore")
-    if words == ["--digests"]:
-        plans = {
-            name: {policy: digest(text_of(name, make, policy)) for policy in policies_of(name)}
-            for name, make in corpus()
-            if not name.startswith("public/")
-        }
-        DIGESTS.write_text(json.dumps({"jax": jax.__version__, "plans": plans}, indent=1) + "\n")
+    if words == ["--write"]:
+        write()
         return
     for name, make in corpus():
         if not words or any(word in name for word in words):

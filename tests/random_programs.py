@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import ROUNDING
 from jax import lax
 
 from jaxmp._core.jaxprs import compat
@@ -643,8 +644,7 @@ class Rounding:
         name = eqn.primitive.name
         if name == "convert_element_type" and outs[0].dtype == jnp.bfloat16:
             # The author's own rounding jumps by a whole spacing wherever a value is near a tie.
-            eps = float(jnp.finfo(jnp.bfloat16).eps)
-            return [self(outs[0].astype(np.float32), eps / 2).astype(jnp.bfloat16)]
+            return [self(outs[0].astype(np.float32), ROUNDING).astype(jnp.bfloat16)]
         return outs if name in _EXACT else [self(out) for out in outs]
 
     def branch(self, jaxpr: Any, outs: list[Value]) -> list[Value]:

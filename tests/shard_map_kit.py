@@ -2,8 +2,8 @@
 
 In float64 the layer on one device is the oracle; with the operands of its products rounded and
 nothing else (`contraction_floor`), forward and backward, it is the floor: what 16-bit products
-alone do to it. Losses and gradients may err three times as much (law 8 of the design). Errors are
-root mean squares over `DRAWS` draws.
+alone do to it. Losses and gradients may err `TIMES_FLOOR` times as much. Errors are root mean
+squares over `DRAWS` draws.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accuracy import NEGLIGIBLE, TIMES_FLOOR
 from contraction_floor import rounded_contractions
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,7 +29,6 @@ from support import iter_eqns
 BF16 = "mixed_bfloat16"
 DRAWS = 3
 N = 8  # devices
-NEGLIGIBLE = (1e-3, 1e-2)  # of loss and gradient, as in `numeric_kit`
 
 
 def mesh():
@@ -126,7 +126,7 @@ def assert_near(program, fn):
     for what, got, known, negligible in zip(
         ("loss", "gradient"), mine, least, NEGLIGIBLE, strict=True
     ):
-        assert got <= max(3 * known, negligible), (what, mine, least)
+        assert got <= max(TIMES_FLOOR * known, negligible), (what, mine, least)
 
 
 def crossing(fn, program, names):

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from accuracy import eps
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -246,7 +247,7 @@ def test_ten_steps_are_those_of_one_device(layout, policy, kind):
     else:
         n = rounded_values(kind, policy)
         assert n > 30  # it is a policy of 16 bits
-        relative = n**0.5 * float(jnp.finfo(policy.removeprefix("mixed_")).eps)
+        relative = n**0.5 * eps(policy)
         bounds = jax.tree.map(lambda way: relative * way, want.way)
     leaves = jax.tree_util.tree_leaves_with_path(got.params)
     rest = (jax.tree.leaves(want.params), jax.tree.leaves(bounds))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from accuracy import eps
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -20,7 +21,7 @@ from jaxmp.losses import linear_cross_entropy
 
 from support import case, iter_eqns, slow_when
 
-EPS = float(jnp.finfo(jnp.float32).eps)
+EPS = eps("float32")
 ALL = (0, 1, 2)
 
 
@@ -235,7 +236,7 @@ def test_policies(policy):
     _, want = oracle(*args, labels)
     # Two operands rounded, of which the gradient of a logit is up to 2.
     for grads in (fn, around) if policy == "mixed_bfloat16" else (fn,):
-        assert_near(jax.jit(grads)(*args), want, 4 * float(jnp.finfo(low).eps) + 1e-5)
+        assert_near(jax.jit(grads)(*args), want, 4 * eps(low) + 1e-5)
 
 
 def test_regions_and_policies_of_float64():
@@ -270,8 +271,8 @@ def test_without_a_policy_the_operands_say():
             assert losses.dtype == jnp.float32
             assert [g.dtype for g in grads] == [x_dtype, table_dtype, "float32"]
             _, want = oracle(x, table, bias, labels)
-            eps = float(max(jnp.finfo(d).eps for d in (x_dtype, table_dtype, low)))
-            assert_near([g.astype("float32") for g in grads], want, 4 * eps)
+            coarsest = max(map(eps, (x_dtype, table_dtype, low)))
+            assert_near([g.astype("float32") for g in grads], want, 4 * coarsest)
 
 
 def test_the_large_logits_of_16_bits_have_the_gradient_of_float32_logits():

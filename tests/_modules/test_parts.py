@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from accuracy import eps
 from flax import nnx
 
 import jaxmp
@@ -149,7 +150,7 @@ def test_gradients_averages_and_masks_of_parts_are_those_of_the_whole() -> None:
 
     got = [jax.jit(jax.value_and_grad(fn, has_aux=True))(variables["params"]) for fn in
            (whole, parts, function)]  # fmt: skip
-    close = functools.partial(np.testing.assert_allclose, atol=8 * float(jnp.finfo("bfloat16").eps))
+    close = functools.partial(np.testing.assert_allclose, atol=8 * eps("bfloat16"))
     for other in got[1:]:
         jax.tree.map(close, got[0], other)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))
@@ -389,5 +390,5 @@ def test_parts_of_an_nnx_model_train_as_the_whole() -> None:
 
         losses.append([float(step(model, optimizer, X)) for _ in range(3)])
         assert jnp.any(model.encoder.norm.mean[...])
-    np.testing.assert_allclose(*losses, rtol=8 * float(jnp.finfo(jnp.bfloat16).eps))
+    np.testing.assert_allclose(*losses, rtol=8 * eps("bfloat16"))
     assert losses[0][-1] < losses[0][0]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from flax import nnx
 
 import jaxmp
@@ -76,8 +77,9 @@ def test_decode_cache():
     cache = nnx.state(wrapped, nnx.Cache)
     assert_close(cache, nnx.state(model, nnx.Cache))
     # Decoding step by step is attending to all at once.
-    eps = float(jnp.finfo("bfloat16").eps)
-    np.testing.assert_allclose(got, nnx.jit(lambda m: m(x))(wrapped), rtol=0, atol=8 * eps)
+    np.testing.assert_allclose(
+        got, nnx.jit(lambda m: m(x))(wrapped), rtol=0, atol=8 * eps("bfloat16")
+    )
 
 
 def test_init_cache_of_a_wrapped_attention():

@@ -52,8 +52,8 @@ TRANSFORMATIONS = {
 
 @slow_when(lambda name: name in ("masters", "remainders", "neither"))  # less of the same
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_21_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
-    """Field notes, behavior 21: values, dtypes, counters, keys; mid-run, after a skipped step."""
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
+    """Values, dtypes, counters, keys; mid-run, after a skipped step."""
     make, policy = TRANSFORMATIONS[name]
     tx = make()
     batches = BATCHES if name != "neither" else [X, X + 1, 2 * X, X - 1]
@@ -70,7 +70,7 @@ def test_21_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
         assert halfway.loss_scale < 1024
 
 
-def test_21_shardings_are_kept(tmp_path):
+def test_shardings_are_kept(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("d",))
     state = full_state(SCALED)
 
@@ -112,7 +112,7 @@ def test_restore_of_a_checkpoint_written_without_a_scaler(tmp_path):
     assert_same(run(new, [OVERFLOW]).params, state.params)
 
 
-def test_21_a_dynamic_scale_restores_into_a_static_one_and_back(tmp_path):
+def test_a_dynamic_scale_restores_into_a_static_one_and_back(tmp_path):
     state = run(full_state(SCALED), BATCHES[:2])
     save(tmp_path / "dynamic", state)
     static = static_loss_scale(ADAM, 512.0)

@@ -1,4 +1,4 @@
-"""Loss scaling: the numbered behaviors, the rule of the scale, and what is refused."""
+"""Loss scaling: what a skip is, the rule of the scale, and what is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def eight(axis_type=AxisType.Auto):
     return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
 
 
-def test_04_large_finite_gradients_do_not_skip():
+def test_large_finite_gradients_do_not_skip():
     optimizer = dynamic_loss_scale(optax.sgd(1.0))
     grads = jnp.full(64, 1e20).at[0].set(3e38)  # whose sum of squares overflows
     updates, state = optimizer.update(grads, optimizer.init(grads), grads)
@@ -53,7 +53,7 @@ def test_04_large_finite_gradients_do_not_skip():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_05_one_bad_element_in_any_leaf_skips_all(dtype):
+def test_one_bad_element_in_any_leaf_skips_all(dtype):
     params = {"a": jnp.ones(()), "b": jnp.ones(3), "c": jnp.ones((2, 2))}
     optimizer = dynamic_loss_scale(optax.sgd(1.0))
     good, update = jax.tree.map(lambda p: p.astype(dtype), params), jax.jit(optimizer.update)
@@ -65,7 +65,7 @@ def test_05_one_bad_element_in_any_leaf_skips_all(dtype):
             np.testing.assert_array_equal(u, np.zeros_like(u), err_msg=f"{leaf} {bad}")
 
 
-def test_09_float32_gradients_are_bitwise_the_unscaled_ones():
+def test_float32_gradients_are_bitwise_the_unscaled_ones():
     params = {"w": jax.random.normal(jax.random.key(0), (16, 8)), "b": jnp.zeros(8)}
     x = jax.random.normal(jax.random.key(1), (32, 16))
 
@@ -107,7 +107,7 @@ def test_without_value_and_grad_training_is_that_without_a_scaler():
     assert (float(state.loss_scale), int(state.skipped_count)) == (2.0**24, 0)
 
 
-def test_13_types_are_strong_and_stable():
+def test_types_are_strong_and_stable():
     """Whatever those of the parameters: so a scan carries the state, and a step compiles once."""
     optimizer = dynamic_loss_scale(optax.adamw(0.1))
     params = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.asarray(1.0)}  # weakly typed
@@ -120,7 +120,7 @@ def test_13_types_are_strong_and_stable():
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
-def test_14_the_state_can_be_donated():
+def test_the_state_can_be_donated():
     optimizer = dynamic_loss_scale(optax.adamw(0.1))
 
     def step(params, state):
@@ -140,7 +140,7 @@ def test_14_the_state_can_be_donated():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_15_shardings_are_kept_and_one_shard_skips_all(axis_type):
+def test_shardings_are_kept_and_one_shard_skips_all(axis_type):
     sharding = NamedSharding(eight(axis_type), PartitionSpec("d"))
     params = {"w": jax.device_put(jnp.ones((16, 4)), sharding)}
     optimizer = dynamic_loss_scale(optax.adam(0.1))
@@ -179,7 +179,7 @@ def sharded_step(axis_name, *, check_vma, mapped=("d",)):
 @pytest.mark.parametrize(
     ("axis_name", "check_vma"), [("d", True), (("d",), False), (None, True), (None, False)]
 )
-def test_16_one_devices_overflow_skips_on_all(axis_name, check_vma):
+def test_one_devices_overflow_skips_on_all(axis_name, check_vma):
     updates, state = sharded_step(axis_name, check_vma=check_vma)
     np.testing.assert_array_equal(updates, np.zeros(8))
     assert [float(shard.data) for shard in state.loss_scale.addressable_shards] == [2.0**15] * 8
@@ -189,7 +189,7 @@ def test_16_one_devices_overflow_skips_on_all(axis_name, check_vma):
 @pytest.mark.parametrize(
     ("axis_name", "check_vma"), [(("d", "m"), False), (None, True), (None, False)]
 )
-def test_16_one_of_two_axes_is_varied_over(axis_name, check_vma):
+def test_one_of_two_axes_is_varied_over(axis_name, check_vma):
     """Gradients that differ along one axis of the mesh, in a scan over steps."""
     mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
     optimizer = dynamic_loss_scale(optax.sgd(1.0), axis_name=axis_name)
@@ -210,7 +210,7 @@ def test_16_one_of_two_axes_is_varied_over(axis_name, check_vma):
     assert [float(shard.data) for shard in scale.addressable_shards] == [2.0**15] * 8
 
 
-def test_16_under_pmap():
+def test_one_devices_overflow_skips_on_all_under_pmap():
     optimizer = dynamic_loss_scale(optax.sgd(1.0))
     state = jax.tree.map(lambda x: jnp.stack([x] * 8), optimizer.init(jnp.zeros(())))
     with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def test_16_under_pmap():
     assert state.loss_scale.tolist() == [2.0**15] * 8
 
 
-def test_16_devices_drift_apart_only_where_asked_to():
+def test_devices_drift_apart_only_where_asked_to():
     with pytest.raises(ValueError, match="replicat"):  # JAX refuses to call such a state replicated
         sharded_step((), check_vma=True)
     updates, state = sharded_step((), check_vma=False)
@@ -229,7 +229,7 @@ def test_16_devices_drift_apart_only_where_asked_to():
     assert sorted(found) == [2.0**15] + [2.0**16] * 7
 
 
-def test_16_axis_name_of_a_vmap():
+def test_the_axis_may_be_that_of_a_vmap():
     optimizer = dynamic_loss_scale(axis_name="batch")
     state = optimizer.init(jnp.zeros(()))
     step = jax.vmap(optimizer.update, in_axes=(0, None), axis_name="batch")
@@ -237,7 +237,7 @@ def test_16_axis_name_of_a_vmap():
     assert state.loss_scale.tolist() == [2.0**15] * 3
 
 
-def test_16_an_axis_that_is_not_bound_is_named():
+def test_an_axis_that_is_not_bound_is_named():
     optimizer = dynamic_loss_scale(axis_name="batch")
     state = optimizer.init(jnp.zeros(()))
     for update in (optimizer.update, jax.jit(optimizer.update)):
@@ -245,7 +245,7 @@ def test_16_an_axis_that_is_not_bound_is_named():
             update(jnp.ones(()), state)
 
 
-def test_18_multi_steps_inside_leaves_one_microbatch_out():
+def test_multi_steps_inside_leaves_one_microbatch_out():
     inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
     for wrapped in (inner, inner.gradient_transformation()):
         updates, states = run(dynamic_loss_scale(wrapped), [1, np.nan, 5, 7, 9])
@@ -253,7 +253,7 @@ def test_18_multi_steps_inside_leaves_one_microbatch_out():
         assert int(states[-1].inner_state.gradient_step) == 2
 
 
-def test_19_moments_of_16_bit_parameters_are_float32():
+def test_moments_of_16_bit_parameters_are_float32():
     optimizer = dynamic_loss_scale(optax.adamw(0.1))
     params = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.float16)}
     state = optimizer.init(params)
@@ -269,7 +269,7 @@ def test_19_moments_of_16_bit_parameters_are_float32():
     assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
 
 
-def test_20_the_scale_is_found_in_nested_states():
+def test_the_scale_is_found_in_nested_states():
     scaler = dynamic_loss_scale(optax.adam(0.1), init_scale=32)
     optimizer = optax.chain(optax.named_chain(("scaled", scaler)), optax.identity())
     state = optimizer.init({"w": jnp.ones(2)})
@@ -279,7 +279,7 @@ def test_20_the_scale_is_found_in_nested_states():
     assert float(jaxmp.loss_scaling.loss_scale({"step": 1, "opt_state": state})) == 4
 
 
-def test_20_two_scalers_are_both_named():
+def test_two_scalers_are_both_named():
     optimizer = optax.chain(dynamic_loss_scale(), optax.chain(static_loss_scale(None, 2.0)))
     state = optimizer.init(jnp.ones(2))
     for read in ("loss_scale", "skipped_count", "step_was_finite"):
@@ -287,7 +287,7 @@ def test_20_two_scalers_are_both_named():
             getattr(jaxmp.loss_scaling, read)(state)
 
 
-def test_22_leaves_that_are_not_gradients_pass():
+def test_leaves_that_are_not_gradients_pass():
     optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=4)
     float0 = np.zeros(3, jax.dtypes.float0)
     params = {"w": jnp.ones(2), "none": None, "key": jax.random.key(0), "static": jnp.ones(2)}
@@ -306,7 +306,7 @@ def test_22_leaves_that_are_not_gradients_pass():
     np.testing.assert_array_equal(updates["w"], np.full(2, -8.0))
 
 
-def test_22_complex_gradients():
+def test_complex_gradients():
     optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=4)
     params = jnp.ones(2, jnp.complex64)
     for bad in (None, complex(np.nan, 0), complex(0, np.inf)):
@@ -317,7 +317,7 @@ def test_22_complex_gradients():
         np.testing.assert_array_equal(updates, [0, 0] if bad else [-4 - 8j, -8])
 
 
-def test_22_float8_scales_are_new_values_not_gradients():
+def test_float8_scales_are_new_values_not_gradients():
     optimizer = dynamic_loss_scale(init_scale=4)
     params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
     state = optimizer.init(params)
@@ -342,7 +342,7 @@ def test_22_float8_scales_are_new_values_not_gradients():
         ),
     ],
 )
-def test_23_the_program_stays_small(leaves, keep_finite):
+def test_the_program_stays_small(leaves, keep_finite):
     """Instructions that XLA makes of the update on CPU, over those of the optimizer alone."""
     inner = optax.adamw(1e-3)
     params = {f"w{i:03}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(leaves)}

@@ -159,7 +159,7 @@ def test_every_export_is_known():
 @slow_when(lambda name: name not in BY_DEFAULT)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", EXPORTS)
-def test_06_a_skip_leaves_no_trace_in_any_optimizer(name):
+def test_a_skip_leaves_no_trace_in_any_optimizer(name):
     inner = make(name)
     optimizer = jaxmp.dynamic_loss_scale(inner, init_scale=2.0**10)
     params = make_params(name)

@@ -26,7 +26,7 @@ def state_of(scale, params=PARAMS):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_11_the_loss_is_unscaled_and_its_dtype_and_aux_untouched(dtype):
+def test_the_loss_is_unscaled_and_its_dtype_and_aux_untouched(dtype):
     aux = {"logits": jnp.arange(3), "name": None}
 
     def with_aux(params, x):
@@ -40,7 +40,7 @@ def test_11_the_loss_is_unscaled_and_its_dtype_and_aux_untouched(dtype):
     np.testing.assert_array_equal(grads["w"], X)
 
 
-def test_11_a_loss_that_would_overflow_when_scaled_is_returned_as_it_is():
+def test_a_loss_that_would_overflow_when_scaled_is_returned_as_it_is():
     def large(params, x):
         return loss_fn(params, x) + 1e38
 
@@ -93,7 +93,7 @@ def test_unscale_divides_what_scale_loss_multiplied():
     assert jaxmp.loss_scaling.unscale(grads, optax.sgd(1.0).init(PARAMS)) is grads
 
 
-def test_12_a_float16_loss_warns_once_at_trace_time():
+def test_a_float16_loss_warns_once_at_trace_time():
     def low(params, x):
         return loss_fn(params, x).astype(jnp.float16)
 
@@ -108,7 +108,7 @@ def test_12_a_float16_loss_warns_once_at_trace_time():
     assert not jaxmp.tree.all_finite(grads)
 
 
-def test_12_other_losses_do_not_warn():
+def test_other_losses_do_not_warn():
     for dtype in (jnp.float32, jnp.bfloat16):
         scaled = jaxmp.loss_scaling.scale_loss(dtype(1.5), state_of(2.0**16))
         assert (float(scaled), scaled.dtype) == (1.5 * 2**16, jnp.float32)

@@ -218,7 +218,6 @@ def test_a_field_that_changes_its_structure_is_refused():
 
 
 def test_scan_over_steps_compiles_once_and_keeps_dtypes():
-    """Field notes, behavior 13."""
     state = full_state(SCALED)
     assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(state))
     compiled = STEP._cache_size()
@@ -237,7 +236,7 @@ def test_scan_over_steps_compiles_once_and_keeps_dtypes():
 
 
 def test_a_state_can_be_donated():
-    """Field notes, behavior 14: buffers are distinct, and each is used again."""
+    """Buffers are distinct, and each is used again."""
     state = full_state(scaled()).replace(
         average=jax.tree.map(jnp.zeros_like, full_state(scaled()).average)
     )
@@ -252,7 +251,7 @@ def test_a_state_can_be_donated():
 
 @pytest.mark.parametrize("masters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fsdp_keeps_shardings(masters):
-    """Field notes, behavior 15; specs are trees of the state's structure."""
+    """Specs are trees of the state's structure."""
     tx = master_weights(scaled()) if masters else scaled()
     policy = "bfloat16" if masters else None
     mesh = Mesh(np.array(jax.devices()), ("d",))
@@ -295,7 +294,7 @@ def test_boxed_params_give_partition_specs_for_the_whole_state():
 
 
 def test_vmap_over_states():
-    """Field notes, behavior 17: of four states only the one with a NaN is left as it was."""
+    """Of four states only the one with a NaN is left as it was."""
 
     tx = scaled(optax.sgd(0.1))
 

@@ -79,9 +79,11 @@ def test_float8_gradients():
 
 
 def test_master_weights_with_the_state_of_another():
-    for options in ({}, {"stochastic_rounding": True}):
+    for options in ({}, {"stochastic_rounding": True}, {"remainder": True}):
         tx = master_weights(optax.adam(0.1), **options)
-        message = r"master_weights: update takes .* a (Mast|Stoch)\w+State .*; got 'LossScaleState'"
+        message = (
+            r"master_weights: update takes .* a (Mast|Stoch|Rem)\w+State .*; got 'LossScaleState'"
+        )
         with pytest.raises(TypeError, match=message):
             tx.update(GRADS, STATE, PARAMS)
         message = r"got 'tuple'.*tx\.init\(params\)\._replace\(inner_state="

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import tomllib
 
-import jax.numpy as jnp
 import numpy as np
+from accuracy import eps
 
 from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER
 from jaxmp.devices import chips
@@ -70,7 +70,7 @@ def test_its_pass_and_its_recipe_run() -> None:
     assert [type(step.op) for step in tanh] == [scope["RationalTanh"]]
     x, out = np.asarray(scope["x"], np.float64), np.asarray(scope["out"], np.float64)
     # The formula, and not tanh: they are up to 0.024 apart. Three roundings to 16 bits.
-    rounding = 3 * float(jnp.finfo(jnp.bfloat16).eps)
+    rounding = 3 * eps("bfloat16")
     np.testing.assert_allclose(out, x * (27 + x**2) / (27 + 9 * x**2), rtol=rounding)
     assert np.abs(out - np.tanh(x)).max() > 0.02
     assert [p.dtype for p in scope["products"].products] == ["float8_e4m3fn", "bfloat16"]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 
 import jaxmp
@@ -342,7 +343,7 @@ def test_its_gradients_are_float32_and_those_of_jaxmp(name):
         assert here.dtype == jnp.float32
         # A few roundings of what they have in common, in other places.
         distance = jnp.linalg.norm(here - there) / jnp.linalg.norm(there)
-        assert distance < 4 * float(jnp.finfo(jnp.bfloat16).eps)
+        assert distance < 4 * eps("bfloat16")
 
 
 def test_it_composes_with_jit_and_vmap():

@@ -35,7 +35,7 @@ COMPARED = [
 ]
 
 
-# lm_scan is lm with its layers in a scan; of convolutions, `test_traps` (14) says it of a few.
+# lm_scan is lm with its layers in a scan; of convolutions, the small net says it.
 @slow_when(lambda model: model in ("lm", "lm_post", "cnn"))
 @pytest.mark.parametrize(("model", "policy", "float32_softmax"), COMPARED)
 def test_the_backward_pass_keeps_no_more_than_hand_written(
@@ -45,6 +45,14 @@ def test_the_backward_pass_keeps_no_more_than_hand_written(
     shapes = case.shapes()
     hand = case.loss(dtype=jnp.bfloat16, float32_softmax=float32_softmax)
     ours = jaxmp.autocast(case.loss(), policy)
+    assert residual_mib(ours, *shapes) <= residual_mib(hand, *shapes)
+
+
+def test_the_backward_pass_of_a_small_convolutional_net_keeps_no_more() -> None:
+    case = CASES["cnn"]
+    shapes = case.shapes(small=True)
+    hand = case.loss(small=True, dtype=jnp.bfloat16)
+    ours = jaxmp.autocast(case.loss(small=True), "mixed_bfloat16")
     assert residual_mib(ours, *shapes) <= residual_mib(hand, *shapes)
 
 

@@ -9,11 +9,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.extend.core import Primitive
 
 import jaxmp
+
+from support import contraction_dtypes, relative
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
 BF16 = "mixed_bfloat16"
@@ -61,10 +64,13 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     message = str(record[0].message)
     assert f"runs {count} float32 products as written" in message
     assert f"ops={name}:as_written" in message
-    rows = jaxmp.explain(fn, BF16, 1)(X, W).rows
-    assert [r.reason for r in rows if r.op == name] == [
+    plan = jaxmp.explain(fn, BF16, 1)(X, W)
+    assert [r.reason for r in plan.rows if r.op == name] == [
         "not classified, not looked inside: runs as written"
     ] * 2
+    assert name in plan.summary()
+    assert contraction_dtypes(fast, X, W) == {"float32": count, "bfloat16": 1}
+    assert relative(fast(X, W), fn(X, W)) < 6 * eps(BF16)
     with pytest.warns(UserWarning, match=name):
         jaxmp.wrap(lambda w, x: fn(x, w), BF16)(W, X)
     # Warnings are errors: not twice, and not of what the author decided.

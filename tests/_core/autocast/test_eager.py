@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._core.autocast import transform
 from jaxmp._core.autocast.eager import EagerPrograms
 from jaxmp._core.execute.program_key import _Identity
 
@@ -177,21 +176,51 @@ def test_it_is_what_jit_computes(policy: str, as_one: list[bool]) -> None:
                 assert_bitwise(got, want)
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by an entry with each program that is planned."""
-    found = []
-    plan_program = transform.plan_program
-    monkeypatch.setattr(transform, "plan_program", lambda *a: found.append(1) or plan_program(*a))
-    return found
-
-
 @pytest.mark.parametrize("name", ["activations", "a rule", "closed over"])
 def test_a_program_is_planned_once(name: str, planned: list[int]) -> None:
     fast = autocast(PROGRAMS[name], BF16)
     for _ in range(3):
         fast(W, X)
     assert len(planned) == 1
+
+
+def test_each_program_of_a_function_is_planned_once(planned: list[int]) -> None:
+    # Every call traces, as what a function reads may have changed; an equal trace has a plan.
+    fast = autocast(lambda w, x, scale=1.0: {"y": jnp.tanh(x @ w["w"]) * scale}, BF16)
+    for _ in range(2):  # the second time, all were seen before
+        for i in range(2):
+            fast({"w": W}, X + i)
+            fast({"w": W}, X[:2])
+            fast({"w": W}, X, scale=2.0)
+        assert len(planned) == 3
+    fast({"w": W}, X.astype(jnp.bfloat16))
+    assert len(planned) == 4
+    gradient = jax.value_and_grad(autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), BF16))
+    for i in range(2):
+        gradient(W, X * i)
+    assert len(planned) == 5
+
+
+def test_custom_rules_are_planned_once() -> None:
+    runs = []
+
+    @jax.custom_vjp
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x)
+
+    def backward(saved: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+        runs.append(1)
+        return (g * saved,)
+
+    f.defvjp(lambda x: (jnp.tanh(x), x), backward)
+    jitted = jax.jit(f)
+    # In a jit, so that JAX itself keeps the rule from one eager call to the next.
+    gradient = jax.grad(autocast(lambda w, x: jnp.sum(jitted(x @ w) @ w), BF16))
+    gradient(W, X)
+    first = len(runs)
+    for _ in range(5):
+        gradient(W, X)
+    assert len(runs) == first
 
 
 @pytest.mark.slow

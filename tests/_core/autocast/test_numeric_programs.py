@@ -1,10 +1,11 @@
 """Autocast is never worse than the same code written by hand: numeric programs against float64.
 
 `numeric_kit.py` says what a program's variants are, `numeric_programs.py` prints their errors. An
-error in loss or gradient may be negligible (1e-3, 1e-2), or at most three times the larger of
-*floor* (operands of contractions rounded) and *hand* (products in 16 bits, JAX's promotion for the
-rest); of *hand* alone where a program's contractions are geometry. They are computed in NumPy
-(`numpy_reference.py`); compiled, too, a few by default and all of them if slow tests run.
+error in loss or gradient may be `accuracy.NEGLIGIBLE`, or at most `accuracy.TIMES_FLOOR` times the
+larger of *floor* (operands of contractions rounded) and *hand* (products in 16 bits, JAX's
+promotion for the rest); of *hand* alone where a program's contractions are geometry. They are
+computed in NumPy (`numpy_reference.py`); compiled, too, a few by default and all of them if slow
+tests run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numeric_kit import NEGLIGIBLE, PROGRAMS, Hand, complaints, error
+from accuracy import NEGLIGIBLE
+from numeric_kit import PROGRAMS, Hand, complaints, error
 from numeric_programs import table
 
 import jaxmp
@@ -37,7 +39,7 @@ HALF_FAMILIES = {
 }
 
 # By default seen in bfloat16: each runs otherwise. Of all programs the plan is compared by default
-# (`test_plan_digests`).
+# (`test_plans`).
 OTHER_FAMILIES = {
     "distances",
     "graphs",
@@ -126,9 +128,8 @@ def test_families() -> None:
 @pytest.mark.parametrize("name", ["euler_from_a_computed_start", "cotangents_that_cancel"])
 def test_float32_is_no_issue_for_these_programs(name: str) -> None:
     # What is measured is the 16 bits: float32 itself is a thousand times nearer.
-    mine = error(name, "float32", "bfloat16")
-    assert mine.loss < NEGLIGIBLE.loss / 10
-    assert mine.gradient < NEGLIGIBLE.gradient / 10
+    for mine, negligible in zip(error(name, "float32", "bfloat16"), NEGLIGIBLE, strict=True):
+        assert mine < negligible / 10
 
 
 def test_the_table_has_every_figure() -> None:

@@ -11,7 +11,7 @@ several per cent, so a fixed tolerance would be either blind or wrong.
   only part of a ratio above 1.
 
 Neither is a bound in the strict sense: rounding errors can cancel, and less rounding is then more
-error. What autocast rounds beyond them is stated at `expected.TARGET`.
+error. What autocast rounds beyond them is stated at `expected.ABOVE_INPUT_FLOOR`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import HEADROOM, ROUNDING, TARGET
 from contraction_floor import rounded_contractions
 from public_models import BUILDERS, REQUIRES, PublicModel, build
 from public_models.expected import (
@@ -34,10 +35,8 @@ from public_models.expected import (
     BACKWARD,
     FLOAT16,
     FLOAT32,
-    HEADROOM,
     QUICK,
     REPRESENTATIVE,
-    TARGET,
 )
 
 import jaxmp
@@ -52,13 +51,6 @@ from support import (
 )
 
 SEEDS = range(8)
-
-# The floor already holds one rounding of every parameter and input. A weight's gradient is moreover
-# the product of an activation and a cotangent which are each rounded once more when they enter the
-# backward contraction, and where the floor is small (little depth, no kinks) that is what remains.
-# Rounding to bfloat16 is off by at most eps / 2 relative, so a gradient within eps / 2 in relative
-# L2 norm is as close as its own representation in bfloat16 is guaranteed to be.
-ROUNDING = float(jnp.finfo(jnp.bfloat16).eps) / 2
 
 # Static loss scales tried for float16, largest first, as a dynamic one would back off.
 LOSS_SCALES = (2.0**12, 2.0**8, 2.0**4, 1.0)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import FLOAT32_ORDER, FLOORS, ROUNDING, SPREADS
 from contraction_floor import rounded_contractions
 from hypothesis import strategies as st
 from numpy_reference import run
@@ -43,10 +44,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*asked for precision=HIGHEST"),
 ]
 PARAMETERS = (2, 3, 4)  # of `random_programs.INPUTS`: the vector and the two matrices
-SPREADS = 4.0
-FLOORS = 1.5
-# float32's own error: sums of a few thousand terms in another order.
-FLOAT32_TOLERANCE = 1e-5
 
 COMPUTE = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 NESTED = {"jit", "scan", "while", "cond", "remat2", "custom_jvp_call", "custom_vjp_call"}
@@ -106,7 +103,7 @@ def ratios(program: Program, policy: str) -> list[float]:
     _clear_now_and_then()
     units = spreads(program, plain, want, COMPUTE[policy])
     errors = [
-        max(np.linalg.norm(g - w) - FLOAT32_TOLERANCE * (np.linalg.norm(w) + 1), 0.0)
+        max(np.linalg.norm(g - w) - FLOAT32_ORDER * (np.linalg.norm(w) + 1), 0.0)
         for w, g in zip(want, got, strict=True)
     ]
     if any(errors > SPREADS * units):
@@ -180,7 +177,7 @@ def test_compiled_programs(seed: int) -> None:
     cast = jax.jit(program.value_and_grad(jaxmp.autocast(fn, "mixed_bfloat16", PARAMETERS)))(*args)
     for a, w, limit in zip(cast, want, limits, strict=True):
         error = np.linalg.norm(np.asarray(a, np.float64) - w)
-        assert error <= SPREADS * limit + FLOAT32_TOLERANCE * (np.linalg.norm(w) + 1)
+        assert error <= SPREADS * limit + FLOAT32_ORDER * (np.linalg.norm(w) + 1)
 
 
 def test_the_suite_covers_what_it_claims() -> None:
@@ -208,7 +205,7 @@ def test_the_criterion_sees_a_coarse_program() -> None:
         args = program.arguments()
         jaxpr = jax.make_jaxpr(program.value_and_grad(program.function()))(*args)
         want = [np.asarray(x, np.float64) for x in run(jaxpr, args)]
-        coarse = run(jaxpr, args, Rounding(99, 8 * float(jnp.finfo(jnp.bfloat16).eps) / 2))
+        coarse = run(jaxpr, args, Rounding(99, 8 * ROUNDING))
         limits = SPREADS * spreads(program, jaxpr, want, jnp.bfloat16)
         errors = [np.asarray(c, np.float64) - w for c, w in zip(coarse, want, strict=True)]
         outside += any(np.linalg.norm(e) > x for e, x in zip(errors, limits, strict=True))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -218,7 +219,7 @@ def bound(jaxpr):
     results = [v.aval for eqn in iter_eqns(jaxpr) for v in eqn.outvars]
     low = [a.dtype for a in results if str(getattr(a, "dtype", None)) in LOW_DTYPES]
     assert len(low) > 10  # it is a policy of 16 bits
-    return len(low) ** 0.5 * float(jnp.finfo(low[0]).eps) / 2
+    return len(low) ** 0.5 * eps(low[0]) / 2
 
 
 def gradient(fn):

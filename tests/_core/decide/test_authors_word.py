@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 
 import jaxmp
 
 from constructs import BF16, F16, V, W, X, assert_bitwise, mlp
-from support import autocast, contraction_dtypes, explain
+from support import assert_same, autocast, contraction_dtypes, explain, relative
 
 LOW_X, LOW_W = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
 float64_is_told_of = pytest.mark.filterwarnings(
@@ -90,6 +91,22 @@ def test_what_is_given_in_16_bits_is_seen_so():
     assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
 
 
+def test_an_operand_in_16_bits_decides_for_its_partner():
+    def dispatch(x, mask, w):
+        slots = lax.dot_general(
+            mask, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return jnp.sum(jnp.tanh(slots @ w))
+
+    for author in ("bfloat16", "float16"):
+        mask = jnp.eye(6, 6, dtype=author)
+        for policy in (BF16, F16):
+            fast = autocast(dispatch, policy)
+            for fn in (fast, jax.grad(fast)):
+                assert set(contraction_dtypes(fn, X, mask, W)) <= {"bfloat16", "float16"}
+        assert relative(fast(X, mask, W), dispatch(X, mask, W)) < 0.05
+
+
 @float64_is_told_of
 def test_float64_is_left_alone_and_float32_beside_it_is_cast():
     with jax.enable_x64(True):
@@ -119,15 +136,17 @@ def test_complex_numbers_integers_and_bools_are_left_alone():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
-def test_keys_come_back_and_draw_the_same(key):
+def test_keys_come_back_and_draw_the_same(key, policy):
     def fn(key, w):
         key, a, b = jax.random.split(key, 3)
         noise = jax.random.normal(a, (4, 8))
-        return key, jax.random.bernoulli(b, 0.5, (16,)), noise, noise @ w
+        others = jax.random.categorical(b, noise), jax.random.uniform(b, (8,))
+        return (key, jax.random.bernoulli(b, 0.5, (16,)), noise, *others), noise @ w
 
-    got, want = jaxmp.autocast(fn, BF16, argnums=1)(key, W), fn(key, W)
-    assert got[0].dtype == want[0].dtype
-    assert bool(jnp.all(got[0] == want[0]))
-    np.testing.assert_array_equal(got[1], want[1])
-    np.testing.assert_allclose(got[2], want[2], rtol=1e-6)
+    (drawn, got), (same, want) = (
+        jax.jit(f)(key, W) for f in (jaxmp.autocast(fn, policy, argnums=1), fn)
+    )
+    assert_same(drawn, same)
+    assert relative(got, want) < 1.5 * eps(policy)

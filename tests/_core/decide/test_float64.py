@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from flax import nnx
 
 import jaxmp
@@ -93,10 +94,9 @@ def test_values_and_gradients_to_the_rounding_of_float32(transform: str) -> None
         both = jax.jit(lambda *args: [jax.value_and_grad(f)(*args) for f in (fn, model)])
         (value, gradient), (exact, exact_gradient) = both(*args)
         assert value.dtype == gradient.dtype == np.float64
-        eps = float(np.finfo(np.float32).eps)
-        assert 0 < abs(value - exact) < 8 * eps  # of 3 products in a row, and not equal
+        assert 0 < abs(value - exact) < 8 * eps("float32")  # of 3 products in a row, and not equal
         error = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
-        assert 0 < error < 16 * eps
+        assert 0 < error < 16 * eps("float32")
         assert set(contraction_dtypes(fn, *args)) == {"float32"}
 
 

@@ -1,9 +1,14 @@
-"""The rules of docs/concepts/plan.md, one by one: what the plan of a small program says."""
+"""The rules and reasons of a plan, and that their pages have each of them and no other.
+
+docs/concepts/plan.md has the rules by number: of each, here, what the plan of a small program says;
+and there the reasons that `explain` prints for it. docs/concepts/float32.md has all reasons.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +18,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp._core.plan.why import Kind, Residual
 
 from constructs import BF16, F16
 from support import ROOT, gaussian
@@ -254,10 +260,137 @@ def test_rule_21_what_is_written_is_clipped_and_what_is_computed_is_not() -> Non
     assert not np.isfinite(scaled).all()
 
 
+# --- the pages ------------------------------------------------------------------------------------
+
+RULES_PAGE, REASONS_PAGE = (
+    (ROOT / "docs/concepts" / name).read_text("utf-8") for name in ("plan.md", "float32.md")
+)
+
+# Of what runs as written, whatever its operands are; and what passes add about products.
+OF_NO_RULE = {
+    *(Kind.NOT_FLOAT32, Kind.AS_WRITTEN, Kind.UNLISTED, Kind.NOT_LOOKED_INSIDE, Kind.CLOSES_OVER),
+    *(Kind.DROPPED, Kind.RECIPE, Kind.CHOSEN, Kind.NOT_QUANTIZED, Kind.INTENDED, Kind.STORED),
+    *(Kind.SOFTMAX, Kind.PICKS, Kind.FUSED, Kind.NOT_FUSED, Kind.NO_KERNEL),
+}
+
+
+def said(kind: Kind | Residual) -> str:
+    """The sentence of a reason, without its details."""
+    names = {"wide": "float32", "low": "16-bit", "bits": "16 bits"}
+    return kind.value.format(*["…"] * 3, **names).strip(" ;:,()")
+
+
+def rows(heading: str) -> dict[int, list[str]]:
+    """The numbered rows of the first table under a heading: their cells."""
+    table = RULES_PAGE.partition(heading)[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (\d+) \| (.*) \|$", table.partition("\n### ")[0], re.MULTILINE)
+    return {int(number): cells.split(" | ") for number, cells in found}
+
+
 def test_the_page_has_these_rules_and_at_most_22() -> None:
-    page = (ROOT / "docs/concepts/plan.md").read_text()
-    table = page.partition("### The reasons that explain prints")[0]
-    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
-    assert numbers == list(range(1, len(numbers) + 1))
+    numbers = list(rows("These are all the rules:"))
+    assert numbers == sorted({*RULES, 21}) == list(range(1, len(numbers) + 1))
     assert len(numbers) <= 22
-    assert {*RULES, 21} == set(numbers)
+
+
+def test_each_reason_is_of_one_rule() -> None:
+    rules, reasons = rows("These are all the rules:"), rows("### The reasons that explain prints\n")
+    assert set(rules) - set(reasons) == {6}, "which prints the reasons of others"
+    listed = [reason for [cell] in reasons.values() for reason in cell.split(" · ")]
+    assert sorted(listed) == sorted(said(kind) for kind in Kind if kind not in OF_NO_RULE)
+
+
+def test_each_reason_is_given_somewhere() -> None:
+    sources = sorted((ROOT / "jaxmp").rglob("*.py"))
+    code = "\n".join(f.read_text("utf-8") for f in sources if f.name != "why.py")
+    assert {f"Kind.{kind.name}" for kind in Kind} <= set(re.findall(r"Kind\.\w+", code))
+
+
+# Files of the planner whose sentences are messages, headings or names, or the catalogue's.
+_FILES = """
+    annotations coverage_warnings leaked_tracers nnx_calls parameters primitives program_key regions
+    transform why
+"""
+NO_REASONS = {f"{stem}.py" for stem in _FILES.split()}
+# Sentences in the other files that a plan does not show, or shows as part of another one.
+NOT_SHOWN = {
+    "in parts",  # what is inside decides for itself
+    "… at …",  # by_recipe.py: names a product in error messages
+    "the product",
+    "an unknown line",
+    "a product",  # derivative.py, likewise
+    "… is …",  # by_recipe.py: before "estimated at"
+    "float8 in blocks of 32",  # choice.py: a format
+}
+# What holds a reason, or a part of one, that may be a single word.
+HOLDERS = {"reason", "what"}
+
+
+class _Sentences(ast.NodeVisitor):
+    """Collects the sentences of a module; what is filled in is "…"."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # a docstring
+            self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        # The words of two errors become the reason, unless they speak to the user.
+        if re.match("raise (NotFusedError|NotImplementedError)", ast.unparse(node)):
+            self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if names & HOLDERS:
+            self.found.update(_literals(node.value))
+        self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self._keep(_text(node))
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self._keep(_text(node))
+
+    def _keep(self, text: str) -> None:
+        is_message = text.startswith("autocast: ")
+        if not is_message and " " in text and re.search("[a-z]{2}", text):
+            self.found.add(text)
+
+
+def _text(node: ast.Constant | ast.JoinedStr) -> str:
+    values = node.values if isinstance(node, ast.JoinedStr) else [node]
+    parts = [str(v.value) if isinstance(v, ast.Constant) else "…" for v in values]
+    return "".join(parts).replace("{}", "…").strip()
+
+
+def _literals(node: ast.expr) -> Iterator[str]:
+    match node:
+        case ast.IfExp():
+            yield from _literals(node.body)
+            yield from _literals(node.orelse)
+        case ast.Constant(value=str()):
+            yield _text(node)
+
+
+def of_sources() -> set[str]:
+    """The reasons that are written in the planner's files, and in `matmul="auto"`'s choice."""
+    sentences = _Sentences()
+    sentences.found |= {said(kind).replace("'…'", "…") for kind in (*Kind, *Residual)} - {"", "…"}
+    for room in ("plan", "execute", "products", "decide", "passes", "autocast"):
+        for file in (ROOT / "jaxmp" / "_core" / room).rglob("*.py"):
+            if file.name not in NO_REASONS:
+                sentences.visit(ast.parse(file.read_text(encoding="utf-8")))
+    choice = ast.parse((ROOT / "jaxmp/_core/speed/choice.py").read_text("utf-8"))
+    [auto] = [f for f in choice.body if getattr(f, "name", "") == "fastest_recipe"]
+    sentences.visit(auto)
+    return sentences.found - NOT_SHOWN
+
+
+def test_every_reason_is_on_the_page_and_no_other() -> None:
+    # In the first columns of its tables.
+    _, _, tables = REASONS_PAGE.partition("\n## All reasons\n")
+    cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| `")]
+    assert of_sources() == {span for cell in cells for span in re.findall("`([^`]+)`", cell)}

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxmp
 from jaxmp._core.autocast.transform import plan_program
 from jaxmp._core.decide import planner
 
 from constructs import BF16, assert_close
-from support import contraction_dtypes, gaussian, iter_eqns
+from support import autocast, contraction_dtypes, gaussian, iter_eqns, jaxpr_of, primitives
 
 X, W = gaussian(0, 4, 8), gaussian(1, 8, 8)
 
@@ -239,6 +240,33 @@ def test_precision_tells_functions_apart() -> None:
         return found
 
     assert contraction_dtypes(jaxmp.autocast(fn, BF16), X) == Counter(bfloat16=1, float32=1)
+
+
+def test_readers_tell_calls_of_one_jaxpr_apart() -> None:
+    inner = jax.jit(lambda a: jnp.tanh(a) * 0.5)
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        hidden = inner(x @ w)  # towards a contraction: low
+        return jnp.sum(jnp.log1p(inner(hidden @ w) ** 2))  # into a loss: float32
+
+    calls = [e for e in iter_eqns(jaxpr_of(fn, X, W)) if e.primitive.name == "jit"]
+    [first, second] = [e.params["jaxpr"] for e in calls if e.params["name"] == "<lambda>"]
+    assert first is second, "JAX no longer shares them: find another pair"
+    found = primitives(autocast(fn, BF16), X, W)
+    assert (found["tanh", "bfloat16"], found["tanh", "float32"]) == (1, 1)
+
+
+def test_dtypes_tell_scans_of_one_body_apart() -> None:
+    def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return carry, jnp.tanh(x)
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        _, low = lax.scan(body, jnp.float32(0), x @ w)
+        _, full = lax.scan(body, jnp.float32(0), jnp.exp(-(x * x)))
+        return jnp.sum(low @ w) + jnp.sum(jnp.log1p(full**2))
+
+    found = primitives(autocast(fn, BF16), X, W)
+    assert (found["tanh", "bfloat16"], found["tanh", "float32"]) == (1, 1)
 
 
 def test_nothing_is_held_of_a_trace() -> None:

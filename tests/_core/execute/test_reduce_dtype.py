@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import ROUNDING
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -350,7 +351,7 @@ def test_gradients_cross_in_16_bits_and_are_added_up_in_float32(name, check_vma)
     got = np.float64(jax.jit(step)(w, x))
     assert relative(got, once) < 1e-6
     # One rounding of each part: they err by chance, and the sum by no more than one of them.
-    assert 0 < relative(got, exact) < jnp.finfo(jnp.bfloat16).eps / 2
+    assert 0 < relative(got, exact) < ROUNDING
     assert not np.array_equal(got, got.astype(jnp.bfloat16))
 
 

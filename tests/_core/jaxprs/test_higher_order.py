@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
+from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from observed import observe
@@ -19,7 +21,7 @@ from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.compat import bind
 from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER, HigherOrder, Inner, inside, steering
 
-from support import iter_eqns
+from support import autocast, contraction_dtypes, gaussian, iter_eqns, jaxpr_of, relative
 
 X = jax.random.normal(jax.random.key(0), (6, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
@@ -185,3 +187,43 @@ def test_of_the_functions_of_a_linear_solve_one_runs() -> None:
     [eqn] = [eqn for eqn in eqns if eqn.primitive.name == "custom_linear_solve"]
     [jaxpr] = compat.jaxprs_run(eqn)
     assert [e.primitive.name for e in compat.closed(jaxpr).jaxpr.eqns] == ["sin"]
+
+
+def test_a_scan_keeps_its_parameters() -> None:
+    def fn(x: jax.Array, w: jax.Array, stack: jax.Array) -> Any:
+        # Constants, two carries and two inputs: whichever way a JAX says how operands split.
+        def body(carry: Any, xs: Any) -> Any:
+            hidden, count = carry
+            matrix, shift = xs
+            hidden = jnp.tanh(hidden @ matrix + shift @ w)
+            return (hidden, count + 1), (hidden, count)
+
+        init = (jnp.tanh(x @ w), jnp.int32(0))
+        return lax.scan(body, init, (stack, stack[:, 0, :6, None] * x[0]), reverse=True, unroll=2)
+
+    stack = gaussian(3, 4, 8, 8, scale=8**-0.5)
+    fast = autocast(fn, "mixed_bfloat16")
+    [was], [now] = (
+        [e for e in iter_eqns(jaxpr_of(f, X, W, stack)) if e.primitive.name == "scan"]
+        for f in (fn, fast)
+    )
+    for name in set(was.params) - {"jaxpr"}:
+        assert now.params[name] == was.params[name], name
+    got, want = jax.jit(fast)(X, W, stack), fn(X, W, stack)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    np.testing.assert_array_equal(got[1][1], want[1][1])
+    # Nine contractions in a row, 1.5 eps each, on a contracting map.
+    assert relative(got[1][0], want[1][0]) < 14 * eps("bfloat16")
+    assert set(contraction_dtypes(fast, X, W, stack)) == {"bfloat16"}
+
+
+def test_an_equation_keeps_its_context() -> None:
+    metadata = pytest.importorskip("jax.experimental.xla_metadata")
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        with metadata.set_xla_metadata(jaxmp_test="kept"):
+            y = x @ w
+        return jnp.tanh(y) @ w
+
+    assert 'jaxmp_test = "kept"' in jax.jit(fn).lower(X, W).as_text()
+    assert 'jaxmp_test = "kept"' in jax.jit(autocast(fn, "mixed_bfloat16")).lower(X, W).as_text()

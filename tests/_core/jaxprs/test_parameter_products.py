@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from accuracy import eps
 from jax import lax
 
 import jaxmp
@@ -48,7 +49,6 @@ def test_linear_transpose_of_an_autocast_function(policy: str) -> None:
         return {"as written": by(fn), "params": by(of_params), "data": by(jax.jit(of_data))}
 
     found = jax.jit(lambda: jax.tree.map(transposes, LINEAR))()
-    eps = float(jnp.finfo(jaxmp.get_policy(policy).compute_dtype).eps)
     for of in found.values():
         want = of.pop("as written")
-        assert all(relative(got, want) < 4 * eps for got in of.values())
+        assert all(relative(got, want) < 4 * eps(policy) for got in of.values())

@@ -12,6 +12,7 @@ import jax.extend.core.primitives as jex_primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -213,7 +214,7 @@ def test_unknown_primitive_computes_and_differentiates() -> None:
     want = jax.grad(lambda x, w: jnp.sum(around_triple(x, w)))(X, X)
     for gradient in (jax.grad(fast), jax.jit(jax.grad(fast))):
         # Three contractions, each rounding two operands and a result by eps/2: 4.5 eps, doubled.
-        assert np.linalg.norm(gradient(X, X) - want) <= 9 * 2.0**-7 * np.linalg.norm(want)
+        assert np.linalg.norm(gradient(X, X) - want) <= 9 * eps(BF16) * np.linalg.norm(want)
 
 
 KINDS = {
@@ -234,7 +235,7 @@ def test_a_policy_classifies_a_users_primitive(key: Any) -> None:
         fast = autocast(around_triple, policy)
         assert primitives(fast, X, X)[triple_p.name, dtype] == 1
         # Two contractions and the op between them: 3 × 1.5 eps, doubled.
-        assert np.linalg.norm(fast(X, X) - want) <= 9 * 2.0**-7 * np.linalg.norm(want)
+        assert np.linalg.norm(fast(X, X) - want) <= 9 * eps(BF16) * np.linalg.norm(want)
 
 
 def test_a_users_contraction_can_be_low() -> None:
@@ -248,7 +249,7 @@ def test_a_users_contraction_can_be_low() -> None:
     fast = autocast(fn, policy)
     assert primitives(fast, X)[product_p.name, "bfloat16"] == 1
     assert fast(X).dtype == jnp.float32
-    assert np.linalg.norm(fast(X) - X @ X) <= 4 * 2.0**-7 * np.linalg.norm(X @ X)
+    assert np.linalg.norm(fast(X) - X @ X) <= 4 * eps(BF16) * np.linalg.norm(X @ X)
 
 
 # --- overrides of JAX's own primitives -----------------------------------------------------------

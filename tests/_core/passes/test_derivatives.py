@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.jet import jet
@@ -15,7 +16,8 @@ from jax.experimental.jet import jet
 import jaxmp
 from jaxmp._core.plan.why import Kind
 
-from support import autocast, contraction_dtypes, explain
+from constructs import tanh_times_seven
+from support import autocast, contraction_dtypes, explain, relative
 
 BF16 = "mixed_bfloat16"
 X = jnp.linspace(-1.0, 1.0, 48).reshape(6, 8)
@@ -34,6 +36,17 @@ def relative_error(got: Any, want: Any) -> float:
         float(jnp.abs(a - b).max() / (jnp.abs(b).max() + 1e-3))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     )
+
+
+def test_a_rule_of_an_argument_in_16_bits() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(tanh_times_seven(x).astype(jnp.float32) @ w)
+
+    low = X.astype(jnp.bfloat16)
+    got, want = jax.grad(autocast(fn, BF16))(low, W), jax.grad(fn)(low, W)
+    assert got.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(want, np.float64)) > 5
+    assert relative(got, want) < 12 * eps(BF16)
 
 
 # --- symbolic zeros ------------------------------------------------------------------------------

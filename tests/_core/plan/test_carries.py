@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.plan.carries import recurrence
 
-from support import autocast, gaussian, iter_eqns, jaxpr_of
+from support import autocast, contraction_dtypes, gaussian, iter_eqns, jaxpr_of
 
 BF16 = "mixed_bfloat16"
 
@@ -94,6 +95,25 @@ def test_a_state_that_is_corrected_stays_float32() -> None:
         if e.primitive.name == "scan"
     ]
     assert eqn.outvars[0].aval.dtype == jnp.float32
+
+
+def test_a_state_that_is_added_to_stays_float32() -> None:
+    """Linear attention: it meets a contraction in every iteration, yet only adds up."""
+
+    def fn(xs: jax.Array, w: jax.Array) -> jax.Array:
+        def body(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            state = state + x.T @ (x @ w)
+            return state, x @ state
+
+        return lax.scan(body, jnp.zeros_like(w), xs)[1]
+
+    xs, w = jnp.ones((1024, 1, 8)), jnp.eye(8)
+    fast = autocast(fn, BF16)
+    [eqn] = [e for e in iter_eqns(jaxpr_of(fast, xs, w)) if e.primitive.name == "scan"]
+    assert eqn.outvars[0].aval.dtype == jnp.float32
+    # The outer product, `x.T @ …`, contracts nothing; and `x @ state` is of data and a state.
+    assert contraction_dtypes(fast, xs, w) == {"bfloat16": 1, "float32": 2}
+    np.testing.assert_array_equal(fast(xs, w)[-1], 8192.0)  # a bfloat16 sum stops at 256
 
 
 # --- what is a state, and what layers -------------------------------------------------------------

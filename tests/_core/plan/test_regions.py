@@ -168,6 +168,21 @@ def test_a_float32_region_computes_what_it_did():
         np.testing.assert_array_equal(got, want, err_msg=place)
 
 
+def test_a_router_in_a_region_chooses_as_in_float32():
+    # Two experts whose logits differ by less than bfloat16 can tell.
+    x = jnp.ones((1, 8))
+    router = jnp.zeros((8, 2)).at[:, 0].set(1.0).at[:, 1].set(1.0).at[0, 1].add(2.0**-9)
+
+    def choice(x, router):
+        return jnp.argmax(jaxmp.full_precision(jnp.matmul)(x, router), -1)
+
+    def unmarked(x, router):
+        return jnp.argmax(x @ router, -1)
+
+    np.testing.assert_array_equal(autocast(choice, BF16)(x, router), [1])
+    np.testing.assert_array_equal(autocast(unmarked, BF16)(x, router), [0])
+
+
 def test_regions_in_regions_and_back() -> None:
     """What is in no region any more is under the policy of the whole."""
     inner = jaxmp.full_precision(autocast(jaxmp.full_precision(product), F16))

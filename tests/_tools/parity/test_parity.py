@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import eps
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
@@ -415,8 +416,7 @@ def test_a_policy_is_within_its_tolerance_and_a_mistake_is_not(policy):
     jax.tree.map(lambda a, b, t: np.testing.assert_allclose(a, b, **t), low, full, allowed)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(1.1 * low["y"], full["y"], **allowed["y"])
-    eps = float(jnp.finfo(jaxmp.get_policy(policy).compute_dtype).eps)
-    assert eps < allowed["y"]["rtol"] < 40 * eps
+    assert eps(policy) < allowed["y"]["rtol"] < 40 * eps(policy)
     # Each result has its own; what is exact may not differ.
     assert allowed["loss"]["rtol"] != allowed["y"]["rtol"]
     assert allowed["exact"] == ({"rtol": 0.0, "atol": 0.0},) * 2
