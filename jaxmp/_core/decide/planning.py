@@ -14,7 +14,7 @@ from jaxmp._core.plan.roots import Roots
 from jaxmp._core.plan.rules import Rules
 
 Pass = Callable[[Plan, "Planning"], Plan]
-PlansOfJits = Callable[[tuple[Any, ...]], list[Plan]]
+PlansOfJits = Callable[[tuple[Any, ...]], list[Any]]
 
 
 def plans_of_jits() -> PlansOfJits:
@@ -22,7 +22,8 @@ def plans_of_jits() -> PlansOfJits:
 
     JAX keeps the jaxprs of jits, so that programs traced one after the other share them. If they
     share their plans as well, JAX finds what it traced, differentiated and compiled for them. An
-    entry is a list: empty, or of one plan.
+    entry is a list: empty, or of one plan. By a `ComparableProgram`, of a derivative rule, it is
+    the first jaxpr that is equal to it.
     """
     return functools.lru_cache(maxsize=1024)(lambda _called: [])
 
@@ -87,7 +88,8 @@ class Planning:
             default, the dtype it is kept in.
           summed: which results are sums carried through a loop, to be computed in float32.
           roots: the roots of the operands, of any dtype; by default, those of their values.
-          of_jit: whether it is the jaxpr of a jit, which JAX keeps for later programs.
+          of_jit: whether it is the jaxpr of a jit, which JAX keeps for later programs, or another
+            one that later programs share.
           at: where the jaxpr that calls it does so; what it makes is named after that.
         """
         # Origins are renumbered, and those that came in with the same operands are merged: nothing
@@ -116,7 +118,9 @@ class Planning:
         return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
 
     def _plan(self, called: tuple[Any, ...], *, of_jit: bool) -> Plan:
-        known = self.jits(called) if of_jit and not self.tangents else []
+        known: list[Plan] = []
+        if of_jit and not self.tangents:
+            known = self.jits(called)
         if not known:
             plan = self.decided(*called)
             for each in self.passes:

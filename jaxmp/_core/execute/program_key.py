@@ -27,6 +27,7 @@ from jaxmp._core.jaxprs.attributes import (
     has_effects,
     holds_jaxprs,
     is_reference,
+    is_tracer,
     moves_between_devices,
     name_stack,
     names_around,
@@ -199,8 +200,8 @@ class _Key:
 
     def check(self, _jaxpr: Any, consts: Sequence[Any]) -> None:
         """Raises `TypeError` for a jaxpr that has no key."""
-        if not all(isinstance(const, jax.Array) for const in consts):
-            raise TypeError("a NumPy array may be changed in place")
+        if not all(isinstance(const, jax.Array) and not is_tracer(const) for const in consts):
+            raise TypeError("a NumPy array may be changed in place, and a tracer must not be kept")
 
     def names(self, eqn: JaxprEqn) -> Iterable[str]:
         """Returns the names of the parameters that are part of the key."""

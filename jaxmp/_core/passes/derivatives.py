@@ -30,6 +30,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._core.decide.planning import Planning
 from jaxmp._core.execute.execute import CustomCall, execute
+from jaxmp._core.execute.program_key import comparable
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import is_inexact, tangent_type
 from jaxmp._core.jaxprs.dataflow import Inside, forward
@@ -263,6 +264,7 @@ class _Pullback:
         self._call, self._plan = call, plan
         self._grads = [plan.ins[i] for i in active]
         self._planner = another()
+        self._compared: set[Any] = set()  # jaxprs that later traces share
         self._trace_backward: Callable[[Pattern], Any] = functools.cache(self._backward_jaxpr)
         n_out = len(call.outs)
         jaxpr, (_, pullback) = self._traced(self._vjp, call.ins)
@@ -271,12 +273,31 @@ class _Pullback:
         wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
         operands = zip(call.ins, plan.arguments, strict=True)
         ins = [_kept(plan.rules, *operand) for operand in operands]
-        free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
+        free = self._planned(jaxpr, ins, wanted)
         outs = [*plan.outs, *free.outs[n_out:]]
-        self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs)
+        self.forward = self._planned(jaxpr, ins, wanted, outs)
 
     def _traced(self, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
-        return trace_rule(self._call, rule, avals, self._plan.rules.policy)
+        """Traces a rule; equal jaxprs are one object, so that `_planned` finds an earlier plan."""
+        jaxpr, shapes = trace_rule(self._call, rule, avals, self._plan.rules.policy)
+        program = comparable(jaxpr, lines=True)
+        if program is not None:
+            first = self._planner.jits((program,))
+            if not first:
+                first.append(jaxpr)
+            [jaxpr] = first
+            self._compared.add(jaxpr)
+        return jaxpr, shapes
+
+    def _planned(
+        self,
+        jaxpr: Any,
+        ins: Sequence[Value | None],
+        wanted: Sequence[int],
+        outs: Sequence[DType | None] | None = None,
+    ) -> Plan:
+        rules, compared = self._plan.rules, jaxpr in self._compared
+        return self._planner.plan(jaxpr, ins, wanted, rules, outs=outs, of_jit=compared)
 
     def _vjp(self, *args: Any) -> tuple[list[Any], Any]:
         return jax.vjp(self._call.by(args, self.active), *(args[i] for i in self.active))
@@ -325,7 +346,7 @@ class _Pullback:
         ]
         kept, rules = [Value(dtype) for dtype in self._plan.outs], self._plan.rules
         ins += [_kept(rules, outs[i], kept[i], tangent=True) for i in given]
-        plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, outs=self._grads)
+        plan = self._planned(jaxpr, ins, _wanted(self._grads), self._grads)
         return plan, _zeros(jaxpr)
 
 

@@ -95,6 +95,34 @@ def test_what_is_nested_is_planned_once_a_level(planned: list[Any]) -> None:
     assert found[2] - found[1] == found[1] - found[0] <= 8
 
 
+def test_equal_derivative_rules_are_planned_once(planned: list[Any]) -> None:
+    """Though JAX traces them at each call: in a program, and in the next one."""
+    layer = jax.custom_vjp(_layer)
+
+    def forward(w: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+        return _layer(w, x), (w, x)
+
+    def backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w, x = saved
+        return x.T @ g, g @ w.T
+
+    layer.defvjp(forward, backward)
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    gradient = jax.grad(jaxmp.autocast(loss, BF16))
+    jax.make_jaxpr(gradient)([W] * 2, X)
+    found = []
+    for count in (4, 7):
+        planned.clear()
+        jax.make_jaxpr(gradient)([W] * count, X)
+        found.append(len(set(map(id, planned))))
+    assert found == [1 + 4, 1 + 7]  # the program, and the function of each call
+
+
 def test_a_tally_counts_places_and_runs() -> None:
     """A step that many calls share is looked at once; in a loop it runs more often."""
     layer = jax.jit(_layer)
