@@ -3,8 +3,8 @@
     python tests/mutants.py --list
     python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n0
 
-What follows `--` goes to pytest, after `-x -q`. It runs the tests of the rooms below, those that
-name the fault's module first. The faults are drawn from the source of these rooms, so
+What follows `--` goes to pytest, after `-x -q`. It runs the tests of the rooms below and those of
+the public modules, those that name the fault's module first. The faults are drawn from the source of these rooms, so
 the same seed draws others when it has changed:
 
 * dtype: float32 for bfloat16 and the other way round;
@@ -123,7 +123,9 @@ def tests_for(mutant: Mutant) -> list[str]:
             return 2
         return 3 if file.name == "test_plans.py" else 4
 
-    files = [x for room in ROOMS for x in sorted((ROOT / "tests" / room).rglob("test_*.py"))]
+    tests = ROOT / "tests"
+    files = [x for room in ROOMS for x in sorted((tests / room).rglob("test_*.py"))]
+    files += sorted(tests.glob("test_*.py"))
     return [str(x.relative_to(ROOT)) for x in sorted(files, key=rank)]
 
 

@@ -244,6 +244,8 @@ def test_explain_fits_under_policies_with_more_to_say_and_of_some_rows() -> None
 
 def test_a_notebook_shows_the_text_of_a_report() -> None:
     assert repr(explained("lm", MIXED)) == str(explained("lm", MIXED))
+    for name in jaxmp.__all__:
+        getattr(jaxmp, name)  # loads its module
     reports = [cls for cls in subclasses(screen.Report) if cls.__module__.startswith("jaxmp")]
     names = {cls.__name__ for cls in reports}
     assert {"Capture", "NumericsReport", "PreflightReport", "Tuned"} <= names
