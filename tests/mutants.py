@@ -4,8 +4,8 @@
     python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n0
 
 What follows `--` goes to pytest, after `-x -q`. It runs the tests of the rooms below and those of
-the public modules, those that name the fault's module first. The faults are drawn from the source of these rooms, so
-the same seed draws others when it has changed:
+the public modules, those that name the fault's module first. The faults are drawn from the source
+of these rooms, so the same seed draws others when it has changed:
 
 * dtype: float32 for bfloat16 and the other way round;
 * cast: `x.astype(d)` or `convert_element_type(x, d)` becomes `x`;

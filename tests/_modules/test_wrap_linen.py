@@ -257,6 +257,16 @@ def test_apply_mutable() -> None:
         jax.eval_shape(functools.partial(wrapped.apply, rngs=RNGS), variables, x)
 
 
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16])
+def test_parameters_come_back_in_the_dtype_that_they_had(stored: Any) -> None:
+    """Though the module inside is shown those stored in 16 bits as float32."""
+    variables, x = initialized("cnn"), gaussian(0, 6, 6, 6, 2)
+    params = jax.tree.map(lambda w: w.astype(stored), variables["params"])
+    given = {**variables, "params": params}
+    _, changed = run(jaxmp.wrap(CNN(), "bfloat16"), given, x, rngs=RNGS, mutable=True)
+    assert {w.dtype for w in jax.tree.leaves(changed["params"])} == {jnp.dtype(stored)}
+
+
 def test_random_keys_count_on_after_the_call() -> None:
     """A module with two wrapped draws and one of its own draws what it drew unwrapped."""
 

@@ -258,3 +258,12 @@ def test_a_nan_is_seen_in_arrays_of_any_size(axes):
         x[3, 5] = np.nan
         scale = jax.jit(quantize, static_argnums=(1, 2))(x, FORMATS["int8"], axes).scale
         assert not np.isfinite(np.asarray(scale)).all()
+
+
+@pytest.mark.parametrize("recipe", [float8(), float8(granularity="row")], ids=str)
+def test_float16_sums_are_rounded_once(recipe):
+    """Sums are float32 up to the scale: 1009 is a number of float16, and none of bfloat16."""
+    x, w = np.full((16, 64), 4.0), np.full((64, 16), 4.0)
+    x[:, 0], w[0] = 1.0, 1.0
+    y, *_ = all_three(product(recipe, dtype=jnp.float16), x, w, np.ones((16, 16)))
+    np.testing.assert_array_equal(y, 1 + 63 * 16)

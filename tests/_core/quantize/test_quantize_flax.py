@@ -199,6 +199,25 @@ def test_an_nnx_module_learns_its_averages_and_keeps_its_weights():
         np.testing.assert_array_equal(again(TOKENS), q(TOKENS))
 
 
+def test_an_nnx_module_quantized_from_16_bits_runs_under_its_policy():
+    """Inside, its weights are float32, as those that it was trained with."""
+
+    class Linear(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.eye(16, dtype=jnp.bfloat16))
+
+        def __call__(self, x):
+            seen.append(self.kernel[...].dtype)
+            return x @ self.kernel[...]
+
+    seen = []
+    q = jaxmp.wrap(small(Linear()), "mixed_bfloat16")
+    assert is_quantized(q.kernel.get_raw_value())
+    assert q(jnp.ones((4, 16))).dtype == jnp.float32
+    assert set(seen) == {jnp.dtype("float32")}
+    assert q.kernel.get_raw_value().dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 def test_an_nnx_state_and_its_shapes():
     module = Nnx(nnx.Rngs(0))
