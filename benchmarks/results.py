@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin")
-PEERS = ("jmp", "mixed-precision-for-jax", "qwix")
+PEERS = ("jmp", "maxtext", "mixed-precision-for-jax", "qwix")
 
 Run = dict[str, Any]
 

@@ -58,6 +58,7 @@ PROGRAMS = {
     "for dtype, tx in u.STATES.values()]",
     "where_the_bytes_are": "import where_the_bytes_are as w; "
     "[w.bytes_per_parameter(w.step(v, 256)[1]) for v in w.variants().values()]",
+    "maxtext_llama": "import maxtext_llama",  # which is not installed with the others
     "collectives_aot": "import collectives_aot as c; [c.known(p) for p in c.POLICIES]",
 }
 
