@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._core.plan.regions import check_callable
-from jaxmp._tools.arguments import check_positional
+from jaxmp._tools.arguments import check_positional, check_progress
 from jaxmp._tools.parity.layers import (
     INPUT,
     LayerPair,
@@ -23,10 +23,11 @@ from jaxmp._tools.parity.layers import (
     listed,
 )
 from jaxmp._tools.parity.report import Parity, ParityRow, row_of
-from jaxmp._tools.parity.runs import OUTPUT, Program, Spread, program_of
+from jaxmp._tools.parity.runs import OUTPUT, RUNS, Program, Spread, program_of
 from jaxmp.dtypes import parse_dtype
 
 Saved = Mapping[str, Any]
+Progress = Callable[[str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +38,21 @@ class PreparedParity:
       this: the first program.
       other: the other, or its saved activations.
       pairs: the layers to compare, in the order in which the first program computes them.
-      dtype: as for `parity`.
+      dtype: as for `parity`, as is `progress`.
     """
 
     this: Program
     other: Program | Saved
     pairs: tuple[LayerPair, ...]
     dtype: Any = None
+    progress: Progress = lambda _line: None
 
     def run(self, arrays: Sequence[Any] | None = None) -> Parity:
         """Compares the programs, on the arrays that they were prepared with or on others."""
         values = {pair: self.this.layers[pair.this] for pair in self.pairs}
+        self.progress(
+            f"parity: compiles and runs f: as written, and {RUNS} times rounded at random"
+        )
         these = self.this.run({value.name: None for value in values.values()}, arrays, self.dtype)
         others = self._others(values, arrays)
         for pair in sorted(values, key=lambda pair: INPUT in pair.this):  # outputs come first
@@ -74,6 +79,7 @@ class PreparedParity:
         if isinstance(self.other, Program):
             names = {pair: self.other.layers[pair.other].name for pair in self.pairs}
             keep = {names[pair]: pair.arrange for pair in self.pairs}
+            self.progress("parity: the same of g")
             found = self.other.run(keep, arrays, self.dtype)
             return {pair: (name, found[name]) for pair, name in names.items()}
         # How they were computed is unknown: assume like f, in the coarsest of their dtypes.
@@ -94,6 +100,7 @@ class PreparedParity:
         """Returns the first operation of a layer that differs, of those that both programs have."""
         if not isinstance(self.other, Program):
             return row.where
+        self.progress(f"parity: finds the operation that differs in {row.layer}")
         programs = self.this, self.other
         values = self.this.layers[pair.this], self.other.layers[pair.other]
         several = [_operations(*both) for both in zip(programs, values, strict=True)]
@@ -150,6 +157,7 @@ def prepare(
     match: Match | None = None,
     dtype: Any = None,
     kwargs: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> PreparedParity:
     """Traces the programs and matches their layers; the arguments are explained at `parity`."""
     this = program_of("parity", f, args, kwargs or {})
@@ -174,9 +182,9 @@ def prepare(
             if isinstance(other, Program) and result.name not in taken
             and result.shape == getattr(other.layers.get(result.name), "shape", None)
         ]  # fmt: skip
-    return PreparedParity(
-        this, other, tuple(sorted(pairs, key=lambda pair: these.index(pair.this))), dtype
-    )
+    pairs.sort(key=lambda pair: these.index(pair.this))
+    prepared = PreparedParity(this, other, tuple(pairs), dtype)
+    return prepared if progress is None else dataclasses.replace(prepared, progress=progress)
 
 
 def parity(
@@ -185,6 +193,7 @@ def parity(
     *misplaced: Any,
     match: Match | None = None,
     dtype: DTypeLike | None = None,
+    progress: Progress | None = None,
 ) -> Callable[..., Parity]:
     """Finds the first layer in which two programs differ by more than rounding explains.
 
@@ -210,6 +219,7 @@ def parity(
         equal names, also below the root module or where one name ends with the other.
       dtype: the dtype whose rounding is allowed everywhere: "float32" reveals a hidden bfloat16
         cast. By default, each operation's own.
+      progress: called with a line of text before each slow step: `print`, for example.
 
     Returns:
       A function of their arguments that returns a `Parity`: print it; it is true if nothing
@@ -217,7 +227,7 @@ def parity(
 
     Raises:
       ValueError: if nothing matches, `match` names a layer that does not exist, or shapes differ.
-      TypeError: if `f` or `g` is not callable or `match` is not such a map.
+      TypeError: if `f`, `g` or `progress` is not callable or `match` is not such a map.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -231,6 +241,7 @@ def parity(
       'layer'
     """
     check_positional(misplaced, "parity(f, g)(*args)")
+    check_progress("parity", progress)
     check_callable("parity", f)
     if isinstance(g, Mapping):
         for name, x in g.items():
@@ -248,6 +259,6 @@ def parity(
         dtype = parsed
 
     def compared(*args: Any, **kwargs: Any) -> Parity:
-        return prepare(f, g, args, match, dtype, kwargs).run()
+        return prepare(f, g, args, match, dtype, kwargs, progress).run()
 
     return compared

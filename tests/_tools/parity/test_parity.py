@@ -374,6 +374,8 @@ def test_wrong_uses(net):
         jaxmp.parity(Net().apply, Net().apply)(net[0], jax.ShapeDtypeStruct((8, 12), jnp.float32))
     with pytest.raises(ValueError, match="parity: dtype"):
         jaxmp.parity(Net().apply, Net().apply, dtype="int8")
+    with pytest.raises(TypeError, match="parity: progress is called with a line of text"):
+        jaxmp.parity(Net().apply, Net().apply, progress=True)
     with pytest.raises(ValueError, match="returns no array"):
         jaxmp.parity(lambda x: None, lambda x: None)(net[1])
 
@@ -381,6 +383,16 @@ def test_wrong_uses(net):
         jaxmp.parity(Net().apply, Net().apply, *net)
     with pytest.raises(TypeError, match=r"outside jit; args\[0\] is traced"):
         jax.jit(lambda x: jaxmp.parity(jnp.sin, jnp.sin)(x).first)(net[1])
+
+
+def test_it_says_what_it_waits_for():
+    said = []
+    jaxmp.parity(layer, lambda w, x: layer(w, x, 1.5), progress=said.append)(*LAYER)
+    assert said == [
+        "parity: compiles and runs f: as written, and 8 times rounded at random",
+        "parity: the same of g",
+        "parity: finds the operation that differs in layer",
+    ]
 
 
 def test_arguments_may_be_keywords():
