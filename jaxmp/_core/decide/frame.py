@@ -236,9 +236,9 @@ class Facts:
         roots = self.roots_inside(inner)
         at = (self.number, *(i for i, each in enumerate(self.inners) if each is inner))
         live = any(map(is_tracer, compat.closed(inner.jaxpr).consts))
-        of_jit = self.eqn.primitive.name == "jit" and not live
+        shared = self.eqn.primitive.name == "jit" and not live
         return self.planning.plan(
-            inner.jaxpr, ins, wanted, self.rules, roots=roots, of_jit=of_jit, at=at, **leaving
+            inner.jaxpr, ins, wanted, self.rules, roots=roots, shared=shared, at=at, **leaving
         )
 
     def demands(

@@ -74,7 +74,7 @@ class Planning:
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
         roots: Sequence[str] = (),
-        of_jit: bool = False,
+        shared: bool = False,
         at: tuple[int, ...] = (),
     ) -> Plan:
         """Returns the plan of a jaxpr (open or closed).
@@ -88,8 +88,8 @@ class Planning:
             default, the dtype it is kept in.
           summed: which results are sums carried through a loop, to be computed in float32.
           roots: the roots of the operands, of any dtype; by default, those of their values.
-          of_jit: whether it is the jaxpr of a jit, which JAX keeps for later programs, or another
-            one that later programs share.
+          shared: whether later programs have the same jaxpr: of a jit, which JAX keeps, or of a
+            derivative rule that is equal to an earlier one.
           at: where the jaxpr that calls it does so; what it makes is named after that.
         """
         # Origins are renumbered, and those that came in with the same operands are merged: nothing
@@ -104,7 +104,7 @@ class Planning:
         names = _renumbered(ins)
         local = tuple(_renamed(value, names) for value in ins)
         called = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
-        plan = self._planned(called, of_jit=of_jit)
+        plan = self._planned(called, shared=shared)
         if outs is not None:
             plan = self._leaving(plan, tuple(outs))
         if all(v is None or not v.origins for v in plan.values):
@@ -117,9 +117,9 @@ class Planning:
                 back.setdefault(origin, {origin._replace(at=(*at, *origin.at))})
         return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
 
-    def _plan(self, called: tuple[Any, ...], *, of_jit: bool) -> Plan:
+    def _plan(self, called: tuple[Any, ...], *, shared: bool) -> Plan:
         known: list[Plan] = []
-        if of_jit and not self.tangents:
+        if shared and not self.tangents:
             known = self.jits(called)
         if not known:
             plan = self.decided(*called)

@@ -297,7 +297,7 @@ class _Pullback:
         outs: Sequence[DType | None] | None = None,
     ) -> Plan:
         rules, compared = self._plan.rules, jaxpr in self._compared
-        return self._planner.plan(jaxpr, ins, wanted, rules, outs=outs, of_jit=compared)
+        return self._planner.plan(jaxpr, ins, wanted, rules, outs=outs, shared=compared)
 
     def _vjp(self, *args: Any) -> tuple[list[Any], Any]:
         return jax.vjp(self._call.by(args, self.active), *(args[i] for i in self.active))
