@@ -115,7 +115,7 @@ def in_place(
     return called(extra_in, *operands)
 
 
-def beside(
+def run_alongside(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
     """Binds a function with a custom derivative rule unchanged, and runs the replacement as well.

@@ -286,7 +286,9 @@ _rebind_while = partial(_rebind_parameters, ("cond_jaxpr", "body_jaxpr"))
 HIGHER_ORDER: dict[str, HigherOrder] = {
     **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place, aux_outputs.in_place)),
     **{
-        f"{rule}_call": HigherOrder(partial(_call, rule=rule), _run_in_place, aux_outputs.beside)
+        f"{rule}_call": HigherOrder(
+            partial(_call, rule=rule), _run_in_place, aux_outputs.run_alongside
+        )
         for rule in ("custom_jvp", "custom_vjp")
     },
     **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr, aux_outputs.through_call)),

@@ -140,8 +140,8 @@ def in_words(check: Check, base: str) -> str:
             "allowed: this proves nothing; more seeds, longer runs or a lower learning rate would"
         )
     within = "within" if check.outcome == PASSES else "beyond"
-    beside = "inside" if abs(check.difference) <= check.noise else "above"
-    return f"{is_it}: {within} {threshold}, and {beside} noise of {noise} ({of})"
+    side = "inside" if abs(check.difference) <= check.noise else "above"
+    return f"{is_it}: {within} {threshold}, and {side} noise of {noise} ({of})"
 
 
 def percent(x: float, *, sign: bool = True) -> str:
