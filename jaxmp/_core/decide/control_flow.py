@@ -54,7 +54,7 @@ def _call(facts: Facts, inner: Inner) -> Decision:
         if result is not None:
             outs[result] = value
     op = CustomCall(reverse=inner.rule == "custom_vjp") if inner.rule else Inside()
-    return Decision(dtypes, outs, Kind.INSIDE.of(), op, saturate=True, plans=(plan,))
+    return Decision(Kind.INSIDE.of(), dtypes=dtypes, outs=outs, op=op, saturate=True, plans=(plan,))
 
 
 def _wanted(facts: Facts, inner: Inner) -> list[int]:
@@ -135,7 +135,8 @@ def _branches(facts: Facts) -> Decision:
         facts.kept(dtype, kept, i) if kept[0] is not None else None
         for i, (dtype, *kept) in enumerate(zip(outs, *(p.values for p in plans), strict=True))
     ]
-    return Decision(dtypes_of(facts.values), joined, Kind.INSIDE.of(), Inside(), plans=plans)
+    dtypes = dtypes_of(facts.values)
+    return Decision(Kind.INSIDE.of(), dtypes=dtypes, outs=joined, op=Inside(), plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -169,7 +170,8 @@ def _while(facts: Facts, body: Inner) -> Decision:
         facts.kept(None, [v])._replace(provenance=DATA) if v else None
         for v in (facts.values[body.operands[i]] for i in body.carries)
     ]
-    return Decision(dtypes_of(entering), outs, Kind.WHILE.of(), Inside(), plans=plans)
+    dtypes = dtypes_of(entering)
+    return Decision(Kind.WHILE.of(), dtypes=dtypes, outs=outs, op=Inside(), plans=plans)
 
 
 def _scan(facts: Facts, body: Inner) -> Decision:
@@ -209,7 +211,14 @@ def _scan(facts: Facts, body: Inner) -> Decision:
         )
         for i, v in enumerate(plan.values)
     ]
-    return Decision(dtypes_of(ins), kept, Kind.INSIDE.of(), Inside(), saturate=True, plans=(plan,))
+    return Decision(
+        Kind.INSIDE.of(),
+        dtypes=dtypes_of(ins),
+        outs=kept,
+        op=Inside(),
+        saturate=True,
+        plans=(plan,),
+    )
 
 
 def _entering(

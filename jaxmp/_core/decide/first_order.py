@@ -22,7 +22,7 @@ from jaxmp._core.jaxprs.equation_parameters import (
 )
 from jaxmp._core.jaxprs.source import is_backward
 from jaxmp._core.plan.demand import CONTRACTION, ITERATION, is_angle
-from jaxmp._core.plan.plan import OriginId, Value, dtypes_of
+from jaxmp._core.plan.plan import NO_ORIGINS, OriginId, Value, dtypes_of
 from jaxmp._core.plan.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -55,14 +55,15 @@ def decide(facts: Facts) -> Decision:
     name = compat.kind(eqn)
     if rules.low is None:
         is_float32 = any(map(rules.governs, [*eqn.invars, *eqn.outvars]))
-        decision = facts.as_written(rules.why_float32 if is_float32 else Kind.AS_WRITTEN)
+        why = rules.why_float32 if is_float32 else Kind.AS_WRITTEN
         asked = rules.policy.matmul is not None and name in LOW
-        return decision._replace(multiplies=asked and _exempt(facts) is None)
+        return Decision(why.of(), multiplies=asked and _exempt(facts) is None)
     kind = rules.op_class(eqn)
     if name == "convert_element_type" and kind == "as_written":
         return _convert(facts)
     if not any(v is not None for v in facts.values):
-        return facts.as_written(Kind.NOT_FLOAT32, LARGE if name == "iota" else DATA)
+        provenance = LARGE if name == "iota" else DATA
+        return Decision(Kind.NOT_FLOAT32.of(), provenance=provenance)
     match kind:
         case "compute":
             return _contraction(facts)
@@ -73,12 +74,13 @@ def decide(facts: Facts) -> Decision:
         case "move":
             return _transparent(facts)
         case "full_precision":
-            return facts.as_written(Kind.SENSITIVE, _of_full(name, facts.values))
+            return Decision(Kind.SENSITIVE.of(), provenance=_of_full(name, facts.values))
         case "as_written":
             return _own(facts)
     # Not in the table: its results are data.
     inner = any(True for _ in compat.inner_jaxprs(eqn))
-    return facts.as_written(Kind.NOT_LOOKED_INSIDE if inner else Kind.UNLISTED, DATA)
+    why = Kind.NOT_LOOKED_INSIDE if inner else Kind.UNLISTED
+    return Decision(why.of(), provenance=DATA)
 
 
 def _masks(facts: Facts) -> bool:
@@ -101,25 +103,26 @@ def _contraction(facts: Facts) -> Decision:
         # Computed from low values, without data, it may be narrowed; of arguments, it is data.
         derived = any(v.dtype or v.provenance == COMPUTED for v in mine)
         provenance = COMPUTED if derived and all(v.provenance != DATA for v in mine) else DATA
-        return facts.as_written(kept, provenance)
+        return Decision(kept, provenance=provenance)
     low = rules.low
     for atom in (*eqn.outvars, *eqn.invars[:2]):  # an author's 16-bit operand or result decides
         dtype = dtype_of(atom)
         if dtype in rules.lower:
             low = dtype
-    tangent = any(v.tangent for v in mine)
-    if low == rules.low:
-        out = Value(low, frozenset({OriginId((facts.number,))}), tangent=tangent)
-    else:
-        out = Value(None, tangent=tangent)
+    own = low == rules.low
+    origins = frozenset({OriginId((facts.number,))}) if own else NO_ORIGINS
+    out = Value(low if own else None, origins, tangent=any(v.tangent for v in mine))
     known = eqn.primitive.name in LOW
-    why = Kind.CONTRACTION.of() if known else Kind.ASKED.of(eqn.primitive.name)
-    op = Dot(_parameters(facts) if low == rules.low and rules.wide_gradients else ())
-    decision = facts.alike(low, out, why, op)
-    dtypes = list(decision.dtypes)
+    dtypes = [v and low for v in facts.values]
     for i, atom in enumerate(eqn.invars[:2] if known else ()):
         dtypes[i] = low if is_mask(dtype_of(atom)) else dtypes[i]
-    return decision._replace(dtypes=dtypes, multiplies=rules.policy.matmul is not None)
+    return Decision(
+        Kind.CONTRACTION.of() if known else Kind.ASKED.of(eqn.primitive.name),
+        dtypes=dtypes,
+        outs=[out] * len(eqn.outvars),
+        op=Dot(_parameters(facts) if own and rules.wide_gradients else ()),
+        multiplies=rules.policy.matmul is not None,
+    )
 
 
 def _parameters(facts: Facts) -> tuple[int, ...]:
@@ -181,22 +184,26 @@ def _transparent(facts: Facts) -> Decision:
     eqn, values = facts.eqn, facts.values
     name, mine = eqn.primitive.name, [v for v in values if v is not None]
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
-        return Decision(dtypes_of(values), values, Kind.MOVES.of())
+        return Decision(Kind.MOVES.of(), dtypes=dtypes_of(values), outs=values)
     if name in WRITING:
         dtype = values[0].dtype if values[0] and not any(v.blocks_narrowing for v in mine) else None
     else:
         dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
     same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
-    out = mine[0]._replace(argument=False) if same else facts.kept(dtype, values)
     provenance = joined([v.provenance for v in mine])
     repeats = name in REPEATING and _repeats(eqn)
     if provenance == COMPUTED and dtype is None and repeats and name == "broadcast_in_dim":
         provenance = SHARED
-    out = out._replace(provenance=provenance)
-    op = Move() if name in REORDERING | CROSSING else Bind()
-    if dtype is not None and repeats:
-        return facts.alike(None, out, Kind.REPEATS, op)
-    return facts.alike(dtype, out, Kind.MOVES, op)
+    out = mine[0]._replace(argument=False, provenance=provenance)
+    sums = dtype is not None and repeats  # the gradient is a sum
+    return Decision(
+        Kind.REPEATS.of() if sums else Kind.MOVES.of(),
+        dtype=None if sums else dtype,
+        kept=dtype,
+        provenance=provenance,
+        outs=[out] * len(eqn.outvars) if same else (),
+        op=Move() if name in REORDERING | CROSSING else Bind(),
+    )
 
 
 def _convert(facts: Facts) -> Decision:
@@ -207,28 +214,25 @@ def _convert(facts: Facts) -> Decision:
         upcast = rules.governs(var) and dtype_of(atom) in rules.lower
         if upcast and not is_promotion(eqn, facts.frame.readers[var]):
             out = Value(pinned=Kind.UPCAST_OPERAND.of(), provenance=DATA)
-            return facts.alike(None, out, Kind.UPCAST)
+            return Decision(Kind.UPCAST.of(), outs=[out])
         from_literals = facts.roots == [LITERALS] and not shape_of(var)
         provenance = CONSTANT if from_literals else of_converted(atom, rules.low)
         if dtype_of(atom) == np.bool_:
-            return facts.alike(
-                None, Value(provenance=provenance, mask=True), Kind.NOT_FLOAT32, Move()
-            )
-        return facts.as_written(Kind.NOT_FLOAT32, provenance)
+            mask = Value(provenance=provenance, mask=True)
+            return Decision(Kind.NOT_FLOAT32.of(), outs=[mask], op=Move())
+        return Decision(Kind.NOT_FLOAT32.of(), provenance=provenance)
     if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(facts)
     # A narrowing conversion of a low value reads it as it is kept: widening it changes nothing.
     narrows = converted_dtype(eqn).itemsize <= rules.low.itemsize  # type: ignore[union-attr]
-    return facts.alike(value.dtype if narrows else None, None, Kind.CONVERSION)
+    return Decision(Kind.CONVERSION.of(), dtype=value.dtype if narrows else None, outs=[None])
 
 
 def _own(facts: Facts) -> Decision:
     """Decides an op that the table says runs as written: its results are data."""
-    decision = facts.as_written(Kind.AS_WRITTEN, DATA)
-    if facts.eqn.primitive.name not in SOLVING:
-        return decision
-    solution = Value(pinned=Kind.SOLUTION.of(), provenance=DATA)
-    return decision._replace(outs=[solution] * len(facts.eqn.outvars))
+    outs = [Value(pinned=Kind.SOLUTION.of(), provenance=DATA)] * len(facts.eqn.outvars)
+    solves = facts.eqn.primitive.name in SOLVING
+    return Decision(Kind.AS_WRITTEN.of(), provenance=DATA, outs=outs if solves else ())
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:

@@ -18,7 +18,7 @@ from jaxmp._core.execute.bind import Bind, Dot, Scale
 from jaxmp._core.jaxprs.callers import in_associative_scan
 from jaxmp._core.jaxprs.compat import shape_of
 from jaxmp._core.plan.demand import ANGLE, CONTRACTION, INDEX, OPERAND, STEEP
-from jaxmp._core.plan.plan import NO_ORIGINS, OriginId, Value
+from jaxmp._core.plan.plan import NO_ORIGINS, OriginId, Value, dtypes_of
 from jaxmp._core.plan.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
 from jaxmp._core.plan.provenance import (
     COMPUTED,
@@ -42,15 +42,15 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
     full = [v for v in mine if v.dtype is None]
     name = "mul" if eqn.primitive.name in LOW else eqn.primitive.name
     if not facts.frame.summed.isdisjoint(eqn.outvars):
-        return facts.as_written(Kind.SUMMED)
+        return Decision(Kind.SUMMED.of())
     if low and in_associative_scan(eqn):
-        return facts.as_written(Kind.RECURRENCE)
+        return Decision(Kind.RECURRENCE.of())
     chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
     if not chooses:
         if facts.is_wanted_by(INDEX):
-            return facts.as_written(Kind.POSITION)
+            return Decision(Kind.POSITION.of())
         if not facts.is_wanted_by(CONTRACTION):
-            return facts.as_written(Kind.FLOAT32_READERS)
+            return Decision(Kind.FLOAT32_READERS.of())
     if not low:
         decision = _in_full(facts, name, full)
         if decision is not None:
@@ -62,20 +62,28 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
         if rules.low == FLOAT16 and divisor and divisor.dtype:
             refusal = Kind.DIVIDES, COMPUTED
         if refusal is not None:
-            return facts.as_written(*refusal)
+            why, provenance = refusal
+            return Decision(why.of(), provenance=provenance)
         provenances = {v.provenance for v in full}
         narrowed = (kind for each, kind in _NARROWABLE.items() if each in provenances)
         why = Kind.CHOOSES if chooses else next(narrowed, Kind.LOW)
     literal = _out_of_range(facts)
     if literal is not None:
-        return facts.as_written(literal)
-    out = facts.kept(rules.low, facts.values)
-    if exponential:
-        out = out._replace(origins=frozenset({OriginId((facts.number,), exponential=True)}))
+        return Decision(literal)
+    origins = frozenset({OriginId((facts.number,), exponential=True)})
+    out = Value(rules.low, origins, tangent=any(v.tangent for v in mine))
+    exact = _has_exact_factor(facts)
     # A contraction that sums nothing returns 16 bits, so that its gradient is 16 bits.
     op = Dot() if eqn.primitive.name in LOW else Bind()
-    decision = facts.alike(rules.low, out, why, op, saturate=True)
-    return _exactly(facts, decision) if _has_exact_factor(facts) else decision
+    return Decision(
+        why.of().noted(Kind.EXACTLY) if exact else why.of(),
+        dtype=rules.low,
+        kept=rules.low,
+        dtypes=dtypes_of(facts.values) if exact else (),
+        outs=[out] if exponential else (),
+        op=Scale() if exact else op,
+        saturate=True,
+    )
 
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
@@ -85,14 +93,10 @@ def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
         if name not in AFFINE or _is_end(full):
             return None
         if name == "add" and any(v.provenance == PARAMETER for v in full):
-            low = facts.kept(facts.rules.low, facts.values)
-            return facts.alike(None, low, Kind.ENDS_NORMALIZATION)
-    decision = facts.as_written(Kind.NO_LOW_OPERAND)
-    written = [v for v in full if not v.constant]
-    if written and all(v.pinned for v in written):
-        outs = [v and v._replace(pinned=written[0].pinned) for v in decision.outs]
-        return decision._replace(outs=outs)
-    return decision
+            return Decision(Kind.ENDS_NORMALIZATION.of(), kept=facts.rules.low)
+    written = [v.pinned for v in full if not v.constant]
+    pinned = written[0] if written and all(written) else None
+    return Decision(Kind.NO_LOW_OPERAND.of(), pinned=pinned)
 
 
 def _is_end(full: Sequence[Value]) -> bool:
@@ -152,12 +156,6 @@ def _has_exact_factor(facts: Facts) -> bool:
         return False
     literal = isinstance(atom, Literal)
     return eqn.outvars[0] in facts.frame.summands or (literal and facts.is_wanted_by(OPERAND))
-
-
-def _exactly(facts: Facts, decision: Decision) -> Decision:
-    """Returns the decision with each operand read as it is kept."""
-    dtypes = [v and v.dtype for v in facts.values]
-    return decision._replace(dtypes=dtypes, op=Scale(), why=decision.why.noted(Kind.EXACTLY))
 
 
 def _out_of_range(facts: Facts) -> Why | None:

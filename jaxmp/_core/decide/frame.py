@@ -33,21 +33,29 @@ _BIND = Bind()
 
 
 class Decision(NamedTuple):
-    """The dtypes an equation runs in, and why.
+    """The dtypes an equation runs in, and why. By default float32, as its operands say.
 
     Attributes:
-      dtypes: the dtype each operand is read in; None for float32, or no cast if not governed.
-      outs: how its results are kept.
       why: the reason for these.
+      dtype: the dtype its operands are read in; None for float32.
+      kept: the dtype its results are kept in; None for float32.
+      provenance: that of its results; by default, that of its operands.
+      pinned: why contractions of its results stay float32, if they do.
+      dtypes: the dtype of each operand, if not of all alike; None for no cast, if not governed.
+      outs: how each result is kept, if not as its operands and the above say.
       op: the op that runs it.
       saturate: whether literals and masks among the operands stay finite when narrowed.
       plans: the plans of the jaxprs inside.
       multiplies: whether it is a contraction that a recipe may multiply.
     """
 
-    dtypes: Sequence[DType | None]
-    outs: Sequence[Value | None]
     why: Why
+    dtype: DType | None = None
+    kept: DType | None = None
+    provenance: str | None = None
+    pinned: Why | None = None
+    dtypes: Sequence[DType | None] = ()
+    outs: Sequence[Value | None] = ()
     op: Op = _BIND
     saturate: bool = False
     plans: tuple[Plan, ...] = ()
@@ -124,7 +132,7 @@ class Frame:
         eqn, op, rules = facts.eqn, decision.op, facts.rules
         weight = (self._dequantizes and in_scope(eqn, DEQUANTIZE)) or says_parameter(eqn)
         kept: list[Value | None] = []
-        for var, value in zip(eqn.outvars, decision.outs, strict=True):
+        for var, value in zip(eqn.outvars, facts.outs(decision), strict=True):
             governed = self.rules.governs(var)
             if value is not None:
                 tangent = value.tangent or var in self.planning.tangents
@@ -150,7 +158,7 @@ class Frame:
                     shape=None if shape == shape_of(atom) else shape,
                 )
                 for atom, value, dtype in zip(
-                    eqn.invars, facts.values, decision.dtypes, strict=True
+                    eqn.invars, facts.values, facts.dtypes(decision), strict=True
                 )
             ),
             outs=tuple(value and (value.dtype or self.rules.wide) for value in kept),
@@ -266,29 +274,21 @@ class Facts:
         """Returns the value of a result; `at` distinguishes it from others of the equation."""
         return kept(dtype, operands, (self.number, *at))
 
-    def alike(
-        self,
-        dtype: DType | None,
-        out: Value | None,
-        why: Why | Kind,
-        op: Op = _BIND,
-        *,
-        saturate: bool = False,
-    ) -> Decision:
-        """Returns the decision to read all operands in one dtype and keep all results alike."""
-        dtypes = [v and dtype for v in self.values]
-        outs = [out] * len(self.eqn.outvars)
-        return Decision(dtypes, outs, why.of() if isinstance(why, Kind) else why, op, saturate)
+    def dtypes(self, decision: Decision) -> Sequence[DType | None]:
+        """Returns the dtype each operand is read in; None for float32, and if not governed."""
+        return decision.dtypes or [v and decision.dtype for v in self.values]
 
-    def as_written(self, why: Why | Kind, provenance: str | None = None) -> Decision:
-        """Returns the decision for float32; by default, with the provenance of the operands."""
+    def outs(self, decision: Decision) -> Sequence[Value | None]:
+        """Returns how each result is kept."""
+        if decision.outs:
+            return decision.outs
         used = self.used
         if self.eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
             used = [v for v in used if v and not v.constant] or used
-        out = self.kept(None, used)
-        return self.alike(
-            None, out if provenance is None else out._replace(provenance=provenance), why
-        )
+        out = self.kept(decision.kept, used)._replace(pinned=decision.pinned)
+        if decision.provenance is not None:
+            out = out._replace(provenance=decision.provenance)
+        return [out] * len(self.eqn.outvars)
 
 
 def _clips(eqn: JaxprEqn, kept: Sequence[Value | None], rules: Rules) -> bool:
