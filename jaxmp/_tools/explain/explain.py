@@ -210,7 +210,7 @@ def _rows(plan: Plan, outside: frozenset[int]) -> Iterator[Row]:
 
 
 def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
-    eqn, place, why = visit.step.eqn, visit.place, visit.step.why
+    eqn, place, why, op = visit.step.eqn, visit.place, visit.step.why, visit.step.op
     times, product, by = known_size(place.times), skipped(why), why.note(Kind.FUSED)
     results = zip(eqn.outvars, visit.step.outs, strict=True)
     return Row(
@@ -222,6 +222,7 @@ def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
         count=place.times,
         flops=contraction_flops(eqn) * times,
         bytes=sum(_nbytes(var, dtype) for var, dtype in results) * times,
+        recipe=op.product.recipe if isinstance(op, QuantizedDot) else None,
         why_not=product.why if product else "",
         intended=product is not None and product.intended,
         residual=str(kept or ""),

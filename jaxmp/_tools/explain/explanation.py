@@ -16,6 +16,7 @@ from jaxmp._core.plan.why import Residual
 from jaxmp._tools import screen
 from jaxmp._tools.screen import Printed, table
 from jaxmp.policy import Policy, get_policy
+from jaxmp.recipes import Recipe
 
 _MORE = (
     "All operations: to_text(verbose=True), or .rows. Fewer: explain(…, only='matmul', 'float32' "
@@ -112,6 +113,7 @@ class Row:
       flops: floating-point operations per call, a multiply-add counted as two; of a matmul or
         convolution.
       bytes: bytes of its results per call.
+      recipe: of a matmul or convolution, the recipe that multiplies it; None if none does.
       why_not: of a matmul or convolution, why the policy's recipe does not multiply it; empty if it
         does.
       intended: whether that is intended: it is not a layer, or the last one.
@@ -131,6 +133,7 @@ class Row:
     count: int
     flops: int = 0
     bytes: int = 0
+    recipe: Recipe | None = None
     why_not: str = ""
     intended: bool = False
     residual: str = ""

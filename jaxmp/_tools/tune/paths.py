@@ -246,6 +246,11 @@ class ProductFormat(NamedTuple):
         """Whether anything is multiplied in less than 32 bits."""
         return self.dtype != "float32" or self.recipe is not None
 
+    @property
+    def bits(self) -> int:
+        """The fewest bits of its products, forward and backward."""
+        return min(self.format_of(backward=backward).bits for backward in (False, True))
+
     def format_of(self, *, backward: bool) -> Format:
         """Returns the format in which a product multiplies."""
         if self.recipe is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core.autocast.transform import plan_program, trace_program
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import varying_axes
 from jaxmp._core.jaxprs.compat import dtype_of
@@ -37,12 +36,11 @@ from jaxmp._core.jaxprs.equation_parameters import product_axes
 from jaxmp._core.jaxprs.place import Place
 from jaxmp._core.jaxprs.trace import trace
 from jaxmp._core.plan.flops import contraction_flops
-from jaxmp._core.plan.parameters import by_position
-from jaxmp._core.plan.plan import Step
 from jaxmp._core.plan.primitives import LOW
 from jaxmp._core.plan.rules import LOW_DTYPES
-from jaxmp._core.products.derivative import QuantizedDot, quantize
+from jaxmp._core.products.derivative import quantize
 from jaxmp._core.products.scaled import dequantize
+from jaxmp._tools.explain.explanation import Explanation, Row
 from jaxmp._tools.tune.paths import Path, Places, PreparedLoss, ProductFormat, run_placed
 from jaxmp.policy import Policy
 from jaxmp.recipes import Format
@@ -276,39 +274,30 @@ def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> 
 
 
 def formats_of(
-    loss: PreparedLoss, batch: Any, candidates: Sequence[Policy], paths: Sequence[Path]
+    places: Places, plans: Mapping[Policy, Explanation], paths: Sequence[Path]
 ) -> dict[Path, tuple[ProductFormat, ...]]:
-    """Returns the formats of each module's products, one for each candidate.
+    """Returns the formats of each module's products, one for each candidate, given their plans.
 
     If a policy treats some products of a module differently, as those of a layer and of attention
     inside it, the format of the fewest bits is taken.
     """
     ways: dict[Path, list[ProductFormat]] = {path: [] for path in paths}
-    for policy in candidates:
-        args = loss.params, batch
-        traced = trace_program(loss.loss, args, {}, policy)
-        given = by_position(loss.loss, 0)(args, {})
+    for policy, plan in plans.items():
         found: dict[Path, ProductFormat] = {}
-        for visit in plan_program(traced.jaxpr, policy, given).walk():
-            if visit.step.eqn.primitive.name not in LOW:
+        for row in plan.rows:
+            path = places.of(row.path) if row.op in LOW else None
+            if path is None:
                 continue
-            path = loss.places.of(visit.place.path)
-            how = _multiplied(visit.step, policy)
-            if path in ways and (path not in found or bits_of(how) < bits_of(found[path])):
+            how = _multiplied(row, policy)
+            if path in ways and (path not in found or how.bits < found[path].bits):
                 found[path] = how
         for path in paths:
             ways[path].append(found.get(path, ProductFormat()))
     return {path: tuple(several) for path, several in ways.items()}
 
 
-def _multiplied(step: Step, policy: Policy) -> ProductFormat:
+def _multiplied(row: Row, policy: Policy) -> ProductFormat:
     """Returns the format that a planned product multiplies."""
-    if isinstance(step.op, QuantizedDot):
-        return ProductFormat(np.dtype(policy.compute_dtype).name, step.op.product.recipe)
-    low = [dtype for dtype in step.ins if dtype in LOW_DTYPES]
-    return ProductFormat(low[0].name) if low else ProductFormat()
-
-
-def bits_of(how: ProductFormat) -> int:
-    """Returns the fewest bits of its products, forward and backward."""
-    return min(how.format_of(backward=backward).bits for backward in (False, True))
+    if row.recipe is not None:
+        return ProductFormat(np.dtype(policy.compute_dtype).name, row.recipe)
+    return ProductFormat(row.dtype) if np.dtype(row.dtype) in LOW_DTYPES else ProductFormat()

@@ -39,7 +39,7 @@ from jaxmp._tools.tune.report import (
     check_ratio,
     grouped,
 )
-from jaxmp._tools.tune.scores import Scorer, bits_of, compiled, formats_of, gradients, is_product
+from jaxmp._tools.tune.scores import Scorer, compiled, formats_of, gradients, is_product
 from jaxmp._tools.tune.search import MAX_RATIO, Choice, front
 from jaxmp._tools.validate.numerics import describe_numerics
 from jaxmp.policy import Policy, PolicyLike, PolicyMap, single_policy
@@ -171,10 +171,11 @@ def tune(
         jaxpr = trace(gradients(loss.loss, scale), (loss.params, batches[0]), {}).jaxpr
         found = list(products(jaxpr))
         of_module = _by_module(loss, found)
+        plans = {p: explain(loss.loss, p)(loss.params, batches[0]) for p in policies}
         lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
-        if said := explain(loss.loss, lowest)(loss.params, batches[0]).overruled:
+        if said := plans[lowest].overruled:
             raise ValueError(f"tune: {said}.")
-        ways = formats_of(loss, batches[0], policies, list(of_module))
+        ways = formats_of(loss.places, plans, list(of_module))
         exact = compiled(gradients(loss.loss, scale))
         scorer = Scorer(loss, ways, scale, probes, exact)
         say(f"tune: {len(ways)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
@@ -307,7 +308,7 @@ def _groups(
 
 def _levels(ways: Mapping[Path, Sequence[ProductFormat]]) -> tuple[tuple[int, ...], ...]:
     """Returns the indices of candidates by the fewest bits of their products, most bits first."""
-    fewest = [min(map(bits_of, several)) for several in zip(*ways.values(), strict=True)]
+    fewest = [min(way.bits for way in several) for several in zip(*ways.values(), strict=True)]
     by_bits = sorted({bits for bits in fewest[1:] if bits < 32}, reverse=True)
     return ((0,), *(tuple(i for i, b in enumerate(fewest) if b == bits) for bits in by_bits))
 

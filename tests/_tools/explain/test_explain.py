@@ -61,7 +61,7 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
 
     rows = explain(fn, BF16)(X, W).rows
     # No recipe, nothing rematerialized, and no attention.
-    assert {dataclasses.astuple(r)[8:] for r in rows} == {("", False, "", "", "", False)}
+    assert {dataclasses.astuple(r)[8:] for r in rows} == {(None, "", False, "", "", "", False)}
     product = 2 * 4 * 8 * 8
     costs = [(product, 64), (0, 64), (product, 64), (0, 128), (0, 4)]
     assert [dataclasses.astuple(r)[6:8] for r in rows] == costs
@@ -74,8 +74,8 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
     assert fields == [
-        "op", "path", "source", "dtype", "reason", "count", "flops", "bytes", "why_not", "intended",
-        "residual", "fused", "not_fused", "unknown"
+        "op", "path", "source", "dtype", "reason", "count", "flops", "bytes", "recipe", "why_not",
+        "intended", "residual", "fused", "not_fused", "unknown"
     ]  # fmt: skip
 
 
@@ -286,7 +286,8 @@ def test_shapes_are_enough_and_explanations_are_plain_data() -> None:
     assert got == explain(layer, BF16)(W, W)
     assert got != explain(layer, F16)(W, W)
     assert isinstance(got.rows, tuple)
-    assert {type(cell) for row in got.rows for cell in dataclasses.astuple(row)} == {str, int, bool}
+    cells = {type(cell) for row in got.rows for cell in dataclasses.astuple(row)}
+    assert cells == {str, int, bool, type(None)}  # no recipe
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)  # 4 TiB
     assert explain(layer, BF16)(huge, huge).products() == {"bfloat16": 2}
 
