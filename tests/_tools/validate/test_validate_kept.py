@@ -18,7 +18,7 @@ from validate_kit import simulated, validate
 
 import jaxmp
 from jaxmp._tools.validate import numerics as validate_numerics
-from jaxmp._tools.validate.run import perturb
+from jaxmp._tools.validate.perturb import perturb
 
 from support import ROOT, cpu_environment
 
