@@ -267,3 +267,11 @@ def test_float16_sums_are_rounded_once(recipe):
     x[:, 0], w[0] = 1.0, 1.0
     y, *_ = all_three(product(recipe, dtype=jnp.float16), x, w, np.ones((16, 16)))
     np.testing.assert_array_equal(y, 1 + 63 * 16)
+
+
+def test_a_float16_gradient_is_rounded_once():
+    """64.5625 is a number of float16; bfloat16 has 64.5, which is 64 of the 127 steps of int8."""
+    g = np.full((16, 16), 64.5625)
+    g[:, 0] = 127.0
+    _, dx, _ = all_three(product(int8(), dtype=jnp.float16), np.ones((16, 16)), np.eye(16), g)
+    np.testing.assert_allclose(dx[:, 1:], 65.0, rtol=1e-3)
