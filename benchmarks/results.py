@@ -1,14 +1,14 @@
-"""What the benchmarks printed: kept in `docs/benchmarks/*.json`, and compared with a new run.
+"""What benchmarks and recipes printed: kept beside the pages of `docs/`, compared with a new run.
 
     python benchmarks/results.py                               # the runs that are kept
     python benchmarks/results.py training_steps/mlp --check    # which kept lines it prints no more
     python benchmarks/results.py training_steps/mlp --write    # keeps what it prints now
     python benchmarks/results.py peers/llama --write --command "python benchmarks/autocast_aot.py …"
 
-A file has the runs of one page of the site, `docs/benchmarks/<file>.md`, which says where each is
-shown. A run is its command, the machine, the versions, and the lines printed. Its "varies", where
-there is one, is a regular expression of what depends on the machine in a line, such as times, and
-is not compared.
+A file of `docs/benchmarks/` or `docs/recipes/`, `<file>.json`, has the runs of the page `<file>.md`
+beside it, which says where each is shown. A run is its command, the machine, the versions, and the
+lines printed. Its "varies", where there is one, is a regular expression of what depends on the
+machine in a line, such as times, and is not compared.
 """
 
 from __future__ import annotations
@@ -26,26 +26,34 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "benchmarks"
+DOCS = ROOT / "docs"
+FOLDERS = ("benchmarks", "recipes")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin")
-PEERS = ("jmp", "maxtext", "mixed-precision-for-jax", "qwix")
+PEERS = (*("brax", "equinox", "google-tunix", "jmp", "maxtext", "mixed-precision-for-jax", "qwix"),)
 
 Run = dict[str, Any]
 
 
-def kept(folder: Path = RESULTS) -> dict[str, Run]:
+def kept(docs: Path = DOCS) -> dict[str, Run]:
     """Every run, by `file/name`."""
     return {
         f"{path.stem}/{name}": run
-        for path in sorted(folder.glob("*.json"))
+        for folder in FOLDERS
+        for path in sorted((docs / folder).glob("*.json"))
         for name, run in json.loads(path.read_text(encoding="utf-8")).items()
     }
 
 
-def keep(name: str, run: Run, folder: Path = RESULTS) -> None:
+def file_of(name: str, docs: Path = DOCS) -> Path:
+    """The file of a run, beside the page that shows it."""
+    file = name.partition("/")[0]
+    folders = [folder for folder in FOLDERS if (DOCS / folder / f"{file}.md").exists()]
+    return docs / (folders or FOLDERS)[0] / f"{file}.json"
+
+
+def keep(name: str, run: Run, docs: Path = DOCS) -> None:
     """Writes one run into its file."""
-    file, _, of_file = name.partition("/")
-    path = folder / f"{file}.json"
+    of_file, path = name.partition("/")[2], file_of(name, docs)
     runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     text = json.dumps(runs | {of_file: run}, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -15,6 +15,7 @@ from test_benchmarks import table
 
 DOCS = ROOT / "docs"
 KEPT = results.kept()
+PAGES = [page for folder in results.FOLDERS for page in sorted((DOCS / folder).glob("*.md"))]
 
 _spec = importlib.util.spec_from_file_location("result_tables", DOCS / "result_tables.py")
 result_tables = importlib.util.module_from_spec(_spec)
@@ -56,7 +57,7 @@ def is_among(figure: str, printed: set[float]) -> bool:
 
 def test_every_run_is_shown_once_and_whole():
     shown = []
-    for path in sorted((DOCS / "benchmarks").glob("*.md")):
+    for path in PAGES:
         source = path.read_text("utf-8")
         shown += placed(source)
         page = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(path)))
@@ -70,10 +71,12 @@ def test_every_run_is_shown_once_and_whole():
 
 
 def test_files_are_as_they_are_written(tmp_path):
+    for folder in results.FOLDERS:
+        (tmp_path / folder).mkdir()
     for name, run in KEPT.items():
         results.keep(name, run, tmp_path)
-    for path in (DOCS / "benchmarks").glob("*.json"):
-        assert (tmp_path / path.name).read_text("utf-8") == path.read_text("utf-8")
+    for path in map(results.file_of, KEPT):
+        assert (tmp_path / path.relative_to(DOCS)).read_text("utf-8") == path.read_text("utf-8")
     results.keep("peers/new", {"command": "python x.py", "printed": []}, tmp_path)
     assert results.kept(tmp_path).keys() == {*KEPT, "peers/new"}
 

@@ -1,6 +1,6 @@
 """Every command of the README and of docs/, as the page has it: its options are there, it runs.
 
-So are those of the results that benchmarks printed, in `docs/benchmarks/*.json`.
+So are those of what benchmarks and recipes printed, in `docs/benchmarks/*.json` for example.
 
 What a page shows of commands is printed by them: test_docs.py and test_readme.py see to that.
 """
@@ -21,7 +21,7 @@ import pytest
 
 from jaxmp import cli
 
-from results import folder_and_words, kept
+from results import file_of, folder_and_words, kept
 from support import ROOT, run_python
 
 # By the program: what makes it cheap enough to run here. All else is as the page has it.
@@ -43,6 +43,7 @@ NOT_RUN = {
     # They compile, time or train for minutes to hours; test_benchmarks.py starts each, or a part.
     *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")),
     # Run by tests of their own.
+    *(f"examples/recipes/{path.name}" for path in (ROOT / "examples/recipes").glob("*.py")),
     *("examples/diagnose_overflow.py", "examples/qwix_handover.py", "examples/train_multihost.py"),
     # They rewrite pages and tables, print every plan, or are what runs this.
     *("docs/primitives.py", "tests/cost_table.py", "tests/doc_blocks.py", "tests/plan_dump.py"),
@@ -107,9 +108,8 @@ def of_results() -> list[Command]:
     found = []
     for name, run in kept().items():
         folder, words = folder_and_words(run["command"])
-        found.append(
-            Command(f"docs/benchmarks/{name.partition('/')[0]}.json", folder, tuple(words))
-        )
+        page = str(file_of(name).relative_to(ROOT))
+        found.append(Command(page, folder, tuple(words)))
     return found
 
 
