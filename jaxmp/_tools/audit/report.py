@@ -277,6 +277,19 @@ class PrecisionReport(screen.Report):
                     table["->".join(pair)] = count + op.count, size + written
         return table
 
+    def _narrowed_by_author(self) -> list[str]:
+        """Returns where the program itself narrows float32 values, such as by a layer's dtype."""
+        pairs = {(("float32",), (dtype,)) for dtype in ("bfloat16", "float16")}
+        casts = [
+            op
+            for op in self.operations
+            if op.op == "convert_element_type" and (op.in_dtypes, op.out_dtypes) in pairs
+            if not (op.inserted or op.backward or op.again)
+        ]
+        places = screen.merged(casts, lambda op: op.source, lambda op: op.path)
+        places.sort(key=lambda place: -sum(op.count for op in place[1]))
+        return [f"{ops[0].source} {path}".strip() for path, ops in places]
+
     def quantized(self) -> Quantized:
         """Returns every product, forward and backward: in 8 bits, or not and why. Print it."""
         return Quantized(
@@ -342,6 +355,8 @@ class PrecisionReport(screen.Report):
                     for pair, (count, size) in sorted(casts.items())
                 ]
                 yield from screen.labeled(f"casts by {by}", ", ".join(parts))
+        if narrowed := self._narrowed_by_author():
+            yield from screen.labeled("narrowed by the author", screen.named(narrowed, 2))
         products = self.quantized()
         if any(p.quantized for p in products.products) or any(op.skipped for op in self.operations):
             yield from products.summary().splitlines()

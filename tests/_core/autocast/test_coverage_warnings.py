@@ -212,3 +212,24 @@ def test_a_warning_is_at_the_users_line(transform: Any) -> None:
     with pytest.warns(UserWarning, match="is not looked inside") as said:
         called(jnp.ones((4, 8)))
     assert {warning.filename for warning in said} == {__file__}
+
+
+def test_layers_with_a_16_bit_dtype_of_their_own_are_not_in_8_bits_without_a_word() -> None:
+    """Of a model, and of a function; where half of the FLOPs or more are in 8 bits, it is meant."""
+    x = jnp.ones((16, 64))
+
+    def called(*dtypes: Any) -> None:
+        layers = [nn.Dense(64, dtype=dtype) for dtype in (*dtypes, jnp.bfloat16)]
+        model = jaxmp.wrap(nn.Sequential(layers), "mixed_float8")
+        jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
+
+    with pytest.warns(UserWarning, match=r"2 because the author chose the dtype of the operands"):
+        called(jnp.bfloat16)
+    called(None, None)
+
+    def fn(w: Any, x: Any) -> Any:
+        return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    with pytest.warns(UserWarning, match=r"float8 products: 100% .* stay in bfloat16: 1 because"):
+        jax.eval_shape(jaxmp.autocast(fn, "mixed_float8"), jnp.ones((64, 64)), x)
+    jax.eval_shape(jaxmp.autocast(fn, "mixed_bfloat16"), jnp.ones((64, 64)), x)

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import warnings
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -501,3 +502,27 @@ def test_a_product_of_a_wrapped_models_weights_outside_of_it_is_told_the_real_re
     ):
         [finding] = jaxmp.audit(loss)(net, x).findings
         assert (finding.kind, remedy in finding.fix) == ("float32-product", True), finding
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_where_a_models_own_dtype_narrows_is_said(policy):
+    """Under a policy too, which decides nothing there; what autocast narrows is not among it."""
+
+    class Model(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = nn.Dense(8, dtype=self.dtype)(x)
+            return nn.Dense(8)(x)
+
+    def said(model):
+        params = jax.eval_shape(model.init, jax.random.key(0), shape(4, 8))
+        fn = (jaxmp.wrap(model, policy) if policy else model).apply
+        lines = str(audit(fn)(params, shape(4, 8))).splitlines()
+        return [line for line in lines if line.startswith("narrowed by the author")]
+
+    [line] = said(Model(jnp.bfloat16))
+    assert re.search(r"  test_audit\.py:\d+ Model/Dense_\* ×2$", line)
+    assert said(Model()) == []
