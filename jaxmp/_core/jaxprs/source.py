@@ -20,10 +20,14 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core.jaxprs.attributes import frames, line_number, name_stack, source_summary, traceback
 from jaxmp._core.jaxprs.scopes import (
     CAST,
+    DEQUANTIZE,
     EMULATED,
     KEPT,
     MISSED,
+    PARAMETER,
     REGION,
+    ROWS,
+    SEED,
     SKIPPED,
     TESTED,
     UNFUSED,
@@ -47,7 +51,10 @@ _PACKAGES = (
 PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 # Scopes that are not the user's begin with one of these.
-_MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED)
+_MARKS = (
+    *(REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED),
+    *(SEED, PARAMETER, DEQUANTIZE, ROWS),
+)
 _NOT_MODULES = ("rematted_computation", *_MARKS)
 
 

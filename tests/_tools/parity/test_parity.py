@@ -172,6 +172,14 @@ def test_nnx():
     assert report.located.startswith("mul at test_parity.py:")
 
 
+def test_a_quantized_model_has_the_layers_of_the_model():
+    """How its weights are dequantized is none."""
+    net, x = Blocks(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (8, 16))
+    few_bits = jaxmp.quantize(net, "int8", min_size=1)
+    reports = [jaxmp.parity(m, m)(x) for m in (net, few_bits)]
+    assert layers(reports[0]) == layers(reports[1])
+
+
 def test_functions_with_named_scopes_and_without():
     report = jaxmp.parity(lambda w, x: layer(w, x, 1.1), layer)(*LAYER)
     assert report.first.layer == "layer"
