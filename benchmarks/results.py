@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FOLDERS = ("benchmarks", "recipes")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin")
-PEERS = (*("brax", "equinox", "google-tunix", "jmp", "maxtext", "mixed-precision-for-jax", "qwix"),)
+PEERS = ("equimo", "equinox", "google-tunix", "gymnax", "jmp", "maxtext", "mixed-precision-for-jax")
+PEERS += ("qwix", "rejax")
 
 Run = dict[str, Any]
 

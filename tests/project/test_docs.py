@@ -104,7 +104,7 @@ def test_blocks_are_programs_commands_or_output():
     for name in OWN:
         before, found = None, blocks(PAGES[name])
         for block in found:
-            assert block.language in {"python", "sh", "text", "toml", "yaml"}, (name, block)
+            assert block.language in {"diff", "python", "sh", "text", "toml", "yaml"}, (name, block)
             if block.language == "text":
                 assert before is not None, f"{name}: output of nothing"
                 assert "JAX 0." in block.printed_by, f"{name}: printed by which JAX?\n{block.text}"
