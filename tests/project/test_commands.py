@@ -168,8 +168,14 @@ def test_its_options_are_there(program, monkeypatch, tmp_path):
             with monkeypatch.context() as patch:
                 patch.syspath_prepend(file.parent)
                 patch.setattr(sys, "argv", [str(file), *words[2:]])
-                with pytest.raises(Parsed):
+                try:
                     runpy.run_path(str(file), run_name="__main__")
+                except ModuleNotFoundError as error:
+                    assert file.parent.name == "recipes"
+                    pytest.skip(f"{error}: docs/recipes/ says how to install it")
+                except Parsed:
+                    continue
+                pytest.fail(f"{command}: no options were parsed")
         else:
             assert program in {"mkdocs", "pytest"}
 
