@@ -27,7 +27,7 @@ def rendered(run: dict[str, Any]) -> str:
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Replaces each of a page's places by its run."""
-    folder = Path(page.file.abs_src_path).parent
+    folder = Path(page.file.abs_src_path or "").parent  # of a generated page, none
 
     def run(place: re.Match[str]) -> str:
         runs = json.loads((folder / f"{place[1]}.json").read_text(encoding="utf-8"))

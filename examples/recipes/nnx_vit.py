@@ -3,10 +3,10 @@
     python examples/recipes/nnx_vit.py
     BONSAI=path/to/bonsai python examples/recipes/nnx_vit.py --epochs 1 --no-preflight
 
-`BONSAI` is a checkout of github.com/jax-ml/bonsai, by default `bonsai` in this folder; it has no
-package of its own. docs/recipes/nnx.md names the commit. A small model is trained on half of scikit-learn's digits in float32, and
-fine-tuned on all of them with a new classifier. ViT-B/16 is compiled for a TPU v5e, which need not
-be there. Nothing of bonsai is changed.
+`BONSAI` is a checkout of github.com/jax-ml/bonsai, which has no package of its own; by default
+`bonsai` in this folder. docs/recipes/nnx.md names the commit. A small model is trained on half of
+scikit-learn's digits in float32, and fine-tuned on all of them with a new classifier. ViT-B/16 is
+compiled for a TPU v5e, which need not be there. Nothing of bonsai is changed.
 """
 
 from __future__ import annotations
