@@ -37,8 +37,8 @@ def run(text: str) -> Any:
     notebook.cells.remove(style)
     for cell in notebook.cells:  # without the text of what a plot returns
         outputs = cell.get("outputs", [])
-        if any(output.output_type == "display_data" for output in outputs):
-            cell.outputs = [o for o in outputs if o.output_type != "execute_result" or len(o.data) > 1]
+        if any(o.output_type == "display_data" for o in outputs):
+            cell.outputs = [o for o in outputs if o.get("data", {}).keys() != {"text/plain"}]
     return notebook
 
 
@@ -68,7 +68,8 @@ def page(notebook: Any, name: str) -> tuple[str, dict[str, bytes | str]]:
     """A notebook as Markdown, and its pictures by file name."""
     parts, pictures = [], dict[str, bytes | str]()
     for cell in notebook.cells:
-        parts.append(cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```")
+        is_code = cell.cell_type == "code"
+        parts.append(f"```python\n{cell.source}\n```" if is_code else cell.source)
         printed = ""
         for output in cell.get("outputs", []):
             data = output.get("data", {"text/plain": output.get("text", "")})

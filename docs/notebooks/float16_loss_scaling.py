@@ -84,5 +84,7 @@ Image("scale.png")
 # %%
 zeros = {name: f"{history[60]['zeros/Dense_0']:.0%}" for name, (history, _) in runs.items()}
 print("zeros among the gradients of the first layer:", zeros)
-skipped = {name: history[-1].get("skipped_count", "all are made") for name, (history, _) in runs.items()}
+skipped = {
+    name: history[-1].get("skipped_count", "all are made") for name, (history, _) in runs.items()
+}
 print("steps skipped:", skipped)

@@ -70,4 +70,6 @@ class Cured(Model):
 cured = jaxmp.wrap(Cured(), "mixed_bfloat16")
 print(jaxmp.audit(jax.grad(lambda p: jnp.mean(cured.apply(p, x, table))))(params).verdict())
 for each in (model, cured):
-    print("saved for the backward pass:", jaxmp.explain(each.apply)(params, x, table).residual_bytes)
+    print(
+        "saved for the backward pass:", jaxmp.explain(each.apply)(params, x, table).residual_bytes
+    )

@@ -31,7 +31,7 @@ SETTINGS: Final = {
     "num_steps": 64,
     "num_epochs": 8,
     "num_minibatches": 8,
-    "learning_rate": 2.5e-3,
+    "learning_rate": 1e-3,
     "gamma": 0.99,
     "gae_lambda": 0.95,
 }
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--environment", default="CartPole-v1")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=131_072)
+    parser.add_argument("--steps", type=int, default=262_144)
     parser.add_argument("--plot", type=Path, help="a PNG file for the returns")
     args = parser.parse_args()
     curves = {}

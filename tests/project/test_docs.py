@@ -256,4 +256,5 @@ def test_every_page_is_in_the_navigation():
     assert all((ROOT / "tests" / test).exists() for test in TESTED_ELSEWHERE.values())
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"[\w/]+\.md$", config, re.MULTILINE)
-    assert sorted(named) == sorted(PAGES)
+    notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "docs/notebooks").glob("*.py")]
+    assert sorted(named) == sorted([*PAGES, *notebooks])
