@@ -49,6 +49,8 @@ _PACKAGES = (
 )  # fmt: skip
 # Those that promote types on behalf of their caller.
 PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
+# What IPython calls the cells of a notebook, now and before, and those of its shell.
+_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]\d+\.py$|^<ipython-input-")
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 # Scopes that are not the user's begin with one of these.
 _MARKS = (
@@ -62,7 +64,8 @@ def level_of_user() -> int:
     """Returns the `stacklevel` of the innermost caller outside of JAX, Flax and jaxmp, to warn."""
     folders = (*PROMOTING, str(Path(__file__).parents[2]) + os.sep, "<")
     for level, frame in enumerate(inspect.stack(0)[1:], start=1):
-        if not frame.filename.startswith(folders) and frame.filename != contextlib.__file__:
+        file = frame.filename
+        if _CELL.search(file) or not (file.startswith(folders) or file == contextlib.__file__):
             return level
     return 1
 
@@ -83,7 +86,10 @@ def _names(stack: Any, scope: str) -> bool:
 
 
 def user_line(eqn: JaxprEqn) -> str:
-    """Returns ``file.py:line`` of the innermost frame outside of libraries; empty if none is."""
+    """Returns ``file.py:line`` of the innermost frame outside of libraries; empty if none is.
+
+    Of a notebook's cell, ``cell:line``.
+    """
     return _user_line(traceback(eqn), _libraries())
 
 
@@ -91,8 +97,9 @@ def user_line(eqn: JaxprEqn) -> str:
 def _user_line(where: Any, libraries: tuple[str, ...]) -> str:
     for frame in frames(where):
         file = frame[0].co_filename
-        if not file.startswith(libraries):
-            return f"{Path(file).name}:{line_number(where, frame)}"
+        name = "cell" if _CELL.search(file) else Path(file).name
+        if name == "cell" or not file.startswith(libraries):
+            return f"{name}:{line_number(where, frame)}"
     return ""
 
 

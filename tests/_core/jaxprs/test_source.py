@@ -164,3 +164,18 @@ def test_flax_promotes_and_does_not_upcast() -> None:
     assert contraction_dtypes(jaxmp.autocast(linen.apply, BF16), params, LOW) == {"bfloat16": 1}
     dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     assert contraction_dtypes(jaxmp.autocast(lambda x: dense(x), BF16), LOW) == {"bfloat16": 1}
+
+
+@pytest.mark.parametrize("file", ["/tmp/ipykernel_12/345678.py", "<ipython-input-3-0a1b2c3d>"])
+def test_a_line_of_a_notebook_is_the_users(file) -> None:
+    """Its file has a number for a name, or none."""
+    scope: dict = {}
+    source = "import jax.numpy as jnp\n\ndef fn(w, x):\n    return jnp.tanh(x @ w)\n"
+    exec(compile(source, file, "exec"), scope)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    rows = jaxmp.explain(scope["fn"], "mixed_bfloat16")(x, x).rows
+    assert {row.source for row in rows} == {"cell:4"}
+    asks = "import jaxmp\n\njaxmp.autocast(fn, 'mixed_bfloat16,ops=tanhh:compute')(x, x)\n"
+    with pytest.warns(UserWarning, match="tanhh") as caught:
+        exec(compile(asks, file, "exec"), {**scope, "x": jnp.ones((8, 8))})
+    assert [warning.filename for warning in caught] == [file]
