@@ -129,7 +129,8 @@ def _to_quantize(plan: Plan) -> Asked | None:
 
     def why_not(step: Step) -> str | None:
         dtypes = {compat.dtype_of(operand) for operand in step.eqn.invars[:2]}
-        if step.eqn.primitive.name in LOW and dtypes <= {*plan.rules.lower}:
+        here = step.eqn.primitive.name in LOW and step.rules.policy == policy  # in no other region
+        if here and dtypes <= {*plan.rules.lower}:
             return "the author chose the dtype of the operands (a layer's dtype=, for example)"
         product = skipped(step.why)
         return product.why if product and not product.intended else None
