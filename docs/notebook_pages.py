@@ -2,7 +2,7 @@
 
 A notebook is a Python file in Jupytext's percent format. It is run when the site is built, from the
 first cell on, and fails the build where a cell fails. What a run printed and drew is kept in
-`.cache/notebooks`, until the notebook, jaxmp or a package that it runs on changes.
+`.cache/`, or `$XDG_CACHE_HOME`, until the notebook, jaxmp or a package that it runs on changes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import importlib.metadata
 import json
+import os
 import runpy
 import tempfile
 from pathlib import Path
@@ -89,7 +90,8 @@ def page(notebook: Any, name: str) -> tuple[str, dict[str, bytes | str]]:
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds each notebook's page, its pictures and its .ipynb to the site."""
     for path in sorted(Path(config.docs_dir, "notebooks").glob("*.py")):
-        notebook = ran(path.read_text("utf-8"), _ROOT / ".cache" / "notebooks")
+        cache = Path(os.environ.get("XDG_CACHE_HOME", _ROOT / ".cache")) / "notebooks"
+        notebook = ran(path.read_text("utf-8"), cache)
         text, made = page(notebook, path.stem)
         made |= {f"{path.stem}.md": text, f"{path.stem}.ipynb": nbformat.writes(notebook)}
         for name, content in made.items():
