@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 import zlib
+from collections.abc import Generator
 from importlib.metadata import version
 
 import hypothesis
@@ -110,6 +111,30 @@ def pytest_itemcollected(item: pytest.Item) -> None:
                 )
         elif condition(*(params[name] for name in names)):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A module that compiles while it is imported is an error, at the line that compiles."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    from jax import monitoring
+
+    def refuse(event: str, *_: object, **__: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            raise RuntimeError(
+                f"{collector.nodeid} compiles while it is imported, in every worker and for every "
+                "choice of tests: take arrays from NumPy (or support's gaussian, ones, "
+                "random_key), or make them in a function when they are first used"
+            )
+
+    monitoring.register_event_duration_secs_listener(refuse)
+    try:
+        return (yield)
+    finally:
+        monitoring.unregister_event_duration_listener(refuse)
 
 
 @pytest.fixture(scope="module", autouse=True)

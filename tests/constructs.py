@@ -27,7 +27,7 @@ V = gaussian(2, 8, 8, scale=8**-0.5)
 STACK = gaussian(3, 3, 8, 8, scale=8**-0.5)
 XWV = (X, W, V)
 OLD = 2 * (jax.__version_info__ < (0, 11))  # of rows and of columns: both contract few elements
-SYMMETRIC = jnp.asarray(np.eye(8) * 3 + np.asarray(W @ W.T), jnp.float32)
+SYMMETRIC = jax.device_put(np.eye(8, dtype=np.float32) * 3 + np.asarray(W) @ np.asarray(W).T)
 
 
 def project(tree: Any) -> jax.Array:
@@ -685,7 +685,8 @@ class Construct:
 
 _XS = dict(args=(X, STACK), diff=(0, 1), depth=3)
 _SOLVE = dict(args=(X, SYMMETRIC), diff=(0, 1))
-_FLAG = dict(args=(X, W, V, jnp.bool_(True)))
+_TRUE, _ONE, _THREE = jax.device_put((np.bool_(True), np.int32(1), np.int32(3)))
+_FLAG = dict(args=(X, W, V, _TRUE))
 
 CONSTRUCTS = [
     Construct(transposed_result, 2),
@@ -705,11 +706,11 @@ CONSTRUCTS = [
     Construct(while_loop, 2, depth=4, forward_only=True),
     Construct(while_predicate_on_float, 2, depth=6, forward_only=True),
     Construct(fori_loop_static, 2, depth=4),
-    Construct(fori_loop_dynamic, 2, args=(X, W, V, jnp.int32(3)), depth=4, forward_only=True),
+    Construct(fori_loop_dynamic, 2, args=(X, W, V, _THREE), depth=4, forward_only=True),
     Construct(cond, 3, **_FLAG),
     Construct(cond_closures, 2, **_FLAG),
     Construct(cond_on_value, 2),
-    Construct(switch, 2, args=(X, W, V, jnp.int32(1))),
+    Construct(switch, 2, args=(X, W, V, _ONE)),
     Construct(platform_dependent, 3),
     Construct(remat, 2),
     Construct(remat_policy, 4, depth=4),
@@ -754,14 +755,14 @@ CONSTRUCTS = [
     Construct(grad_of_scan_inside, 3, args=(X, STACK), diff=(0, 1), depth=6),
     Construct(grad_of_remat_scan_inside, 4, args=(X, STACK), diff=(0, 1), depth=6),
     # In JAX 0.10 a weight that only one branch keeps for the backward pass is none there.
-    Construct(grad_of_cond_inside, 8 - OLD, full=OLD, args=(X, W, V, jnp.bool_(True)), depth=6),
+    Construct(grad_of_cond_inside, 8 - OLD, full=OLD, args=(X, W, V, _TRUE), depth=6),
     Construct(grad_of_custom_rules_inside, 10, depth=6),
     Construct(hvp_inside, 8, depth=6),
     Construct(jacfwd_inside, 3, depth=3, full=1),
     Construct(jacrev_inside, 4, depth=3),
     Construct(dropout, 2),
     Construct(fourier, 2),
-    Construct(deep_nest, 1, args=(X, STACK, jnp.bool_(True)), diff=(0, 1), depth=6),
+    Construct(deep_nest, 1, args=(X, STACK, _TRUE), diff=(0, 1), depth=6),
 ]
 
 

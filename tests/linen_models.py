@@ -14,16 +14,16 @@ from accuracy import eps
 
 import jaxmp
 
-from support import contraction_dtypes, gaussian, jaxpr_of
+from support import contraction_dtypes, gaussian, jaxpr_of, random_key
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-KEY = jax.random.key(0)
-RNGS = {"dropout": jax.random.key(7)}
+KEY = random_key(0)
+RNGS = {"dropout": random_key(7)}
 
 
 X = gaussian(0, 6, 8)
 SEQUENCE = gaussian(1, 2, 6, 8)
-TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 16, size=(2, 6)))
+TOKENS = jax.device_put(np.random.default_rng(2).integers(0, 16, size=(2, 6)))
 
 # LLVM's optimizations change nothing these tests look at and take half of the compile time.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -36,7 +36,7 @@ def variables_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def fill(path: Any, leaf: Any) -> jax.Array:
         is_param = path[0].key == "params"
         values = rng.uniform(-0.5, 0.5, leaf.shape) if is_param else np.ones(leaf.shape)
-        return jnp.asarray(values, leaf.dtype)
+        return jax.device_put(values.astype(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(fill, abstract_variables(model, *args, **kwargs))
 

@@ -26,10 +26,11 @@ import jaxmp
 from jaxmp._core.jaxprs import compat
 
 from constructs import CONSTRUCTS, loss_of
+from linen_models import variables_of
 
 BF16 = "mixed_bfloat16"
-X = jnp.sin(0.7 * jnp.arange(48.0) + 0.3).reshape(6, 8)
-W = jnp.sin(jnp.arange(64.0)).reshape(8, 8) / 3
+X = jax.device_put(np.sin(0.7 * np.arange(48.0) + 0.3).reshape(6, 8))
+W = jax.device_put(np.sin(np.arange(64.0)).reshape(8, 8) / 3)
 SCAN3 = os.environ.get("JAX_SCAN3") == "1"
 scan_runs_as_before = pytest.mark.skipif(SCAN3, reason="JAX cannot differentiate this scan yet")
 
@@ -95,7 +96,7 @@ class Block(nn.Module):
 
 
 BLOCK = nn.remat(Block)()
-VARIABLES = BLOCK.init(jax.random.key(0), X)  # drawn inside of a program, weights would be data
+VARIABLES = variables_of(BLOCK, X)  # drawn inside of a program, weights would be data
 
 
 def linen_remat(w, x):

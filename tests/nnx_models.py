@@ -151,7 +151,7 @@ class Tied(nnx.Module):
 
 
 def uniform(*shape: int) -> jax.Array:
-    return jax.random.uniform(jax.random.key(1), shape, minval=-1)
+    return jax.device_put(np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32))
 
 
 class Model(NamedTuple):

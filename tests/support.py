@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core as jex_core
@@ -56,8 +55,21 @@ CONTRACTIONS = frozenset(
 )
 
 
-def gaussian(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
+# Arrays for modules to have: they are moved to the device, and nothing is compiled for them.
+
+
+def gaussian(seed: int, *shape: int, scale: float = 1.0, dtype: Any = np.float32) -> jax.Array:
+    values = np.random.default_rng(seed).normal(size=shape) * scale
+    return jax.device_put(values.astype(dtype))
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> jax.Array:
+    return jax.device_put(np.ones(shape, dtype))
+
+
+def random_key(seed: int) -> jax.Array:
+    """`jax.random.key(seed)`, for a seed of 32 bits."""
+    return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
 
 
 def relative(got: Any, want: Any) -> float:

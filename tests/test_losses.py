@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp.losses import linear_cross_entropy
 
-from support import case, iter_eqns, slow_when
+from support import case, iter_eqns, ones, slow_when
 
 EPS = eps("float32")
 ALL = (0, 1, 2)
@@ -31,7 +31,7 @@ def arrays(tokens=(2, 6), features=8, vocab=40, seed=0, size=1.0):
     x = rng.normal(size=(*tokens, features)) * size / features**0.5
     table, bias = rng.normal(size=(features, vocab)), rng.normal(size=vocab)
     labels = rng.integers(0, vocab, tokens)
-    return (*(jnp.asarray(a, "float32") for a in (x, table, bias)), jnp.asarray(labels))
+    return tuple(jax.device_put((x, table, bias, labels)))
 
 
 def optax_loss(x, table, bias, labels):
@@ -428,7 +428,7 @@ def test_jit_over_a_mesh(specs, kind):
 
 # Wrong uses.
 
-X, TABLE, BIAS, LABELS = arrays()
+X, TABLE, BIAS, LABELS = (np.asarray(x) for x in arrays())
 WRONG = {
     "a table of [vocab, features]": (
         dict(table=TABLE.T),
@@ -436,17 +436,20 @@ WRONG = {
     ),
     "a table of other features": (dict(table=TABLE[:5]), r"table has shape \(5, 40\)"),
     "a stack of tables": (dict(table=TABLE[None]), r"table has shape \(1, 8, 40\)"),
-    "labels of floats": (dict(labels=LABELS * 1.0), "labels is float32; it must be class numbers"),
-    "one-hot labels": (dict(labels=jax.nn.one_hot(LABELS, 40, dtype=int)), "labels has shape"),
+    "labels of floats": (
+        dict(labels=np.float32(LABELS)),
+        "labels is float32; it must be class numbers",
+    ),
+    "one-hot labels": (dict(labels=np.eye(40, dtype=int)[LABELS]), "labels has shape"),
     "labels of other tokens": (
         dict(labels=LABELS[:, 1:]),
         r"labels has shape \(2, 5\); .*\(2, 6\)",
     ),
     "a bias of another length": (dict(bias=BIAS[1:]), r"bias has shape \(39,\); .* \(40,\)"),
-    "integer features": (dict(x=X.astype(int)), "x is int32; it must be bfloat16"),
+    "integer features": (dict(x=X.astype(np.int32)), "x is int32; it must be bfloat16"),
     "an 8-bit table": (dict(table=TABLE.astype("float8_e4m3fn")), "table is float8_e4m3fn"),
-    "weights as where": (dict(where=jnp.ones((2, 6))), "where is float32; .*where != 0"),
-    "where of features": (dict(where=jnp.ones((2, 6, 1), bool)), "where has shape"),
+    "weights as where": (dict(where=ones(2, 6)), "where is float32; .*where != 0"),
+    "where of features": (dict(where=ones(2, 6, 1, dtype=bool)), "where has shape"),
     "no chunks": (dict(chunks=0), "chunks must be 'auto' or an int of at least 1; got 0"),
     "words": (dict(chunks="many"), "got 'many'"),
     "a switch": (dict(chunks=True), "got True"),

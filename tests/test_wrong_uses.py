@@ -14,14 +14,14 @@ from flax import nnx
 import jaxmp
 from jaxmp import checkpoint_policies, devices, dtypes, numerics, tree
 
-from support import case
+from support import case, ones, random_key
 
-X = jnp.ones((2, 8))
+X = ones(2, 8)
 MODEL = nn.Dense(4)
-PARAMS = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}
-HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+PARAMS = {"kernel": ones(8, 4), "bias": ones(4)}
+HALF = {"kernel": ones(8, 4, dtype=jnp.bfloat16), "bias": ones(4, dtype=jnp.bfloat16)}
 ADAM = optax.adam(1e-3)
-KEY = jax.random.key(0)
+KEY = random_key(0)
 SCALED = jaxmp.dynamic_loss_scale(ADAM)
 
 
@@ -42,7 +42,7 @@ def state(**fields: Any) -> Any:
     return made.replace(**fields).apply_gradients(grads=PARAMS)
 
 
-CHAINED = optax.chain(jaxmp.master_weights(ADAM), optax.scale(0.5)).init(HALF)
+CHAINED = optax.chain(jaxmp.master_weights(ADAM), optax.scale(0.5))
 OF_PARAMS = "wrap: params are the names of Linen's collections that hold parameters"
 OF_KEY = "key must be one random key, such as"
 WRONG: dict[str, tuple[Any, type, str]] = {
@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[Any, type, str]] = {
     ),
     # What comes after masters changes the updates: parameters are not those of the masters.
     "masters in front in a chain": (
-        lambda: jaxmp.value_and_grad(loss, CHAINED)(HALF, X),
+        lambda: jaxmp.value_and_grad(loss, CHAINED.init(HALF))(HALF, X),
         ValueError,
         "value_and_grad: in an optax.chain another transformation comes after master_weights",
     ),

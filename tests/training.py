@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -38,17 +39,21 @@ class FullState(TrainState):
     name: str = struct.field(pytree_node=False, default="run")
 
 
-X = jax.random.normal(jax.random.key(1), (16, 4))
-OVERFLOW = X.at[3, 1].set(1e38)
+X = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
+OVERFLOW = jax.device_put(np.where(np.arange(64).reshape(16, 4) == 13, np.float32(1e38), X))
 
 
 MODEL = Net()
 apply = MODEL.apply  # one object: states of the same program have the same structure
-VARIABLES = jax.jit(MODEL.init)(jax.random.key(0), X)
+
+
+@functools.cache
+def _variables():
+    return jax.jit(MODEL.init)(jax.random.key(0), X)
 
 
 def full_state(tx, policy=None):
-    variables = jax.tree.map(jnp.copy, VARIABLES)
+    variables = jax.tree.map(jnp.copy, _variables())
     return FullState.create(
         apply_fn=apply,
         params=variables["params"],

@@ -15,7 +15,9 @@ import jaxmp
 from jaxmp.dtypes import half_dtype
 from jaxmp.loss_scaling import LossScaleState
 
-X = jnp.ones((4, 16))
+from support import ones
+
+X = ones(4, 16)
 TX = optax.adamw(1e-3)
 
 

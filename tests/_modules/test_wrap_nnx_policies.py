@@ -187,7 +187,7 @@ class Own(nnx.Module):
         return self.embed.attend(self.plain(self.given(self.embed(tokens))))
 
 
-TOKENS = jnp.arange(4)
+TOKENS = np.arange(4)
 
 
 MUCH_STAYS_FLOAT32 = pytest.mark.filterwarnings("ignore:wrap. 1 layer with .* stay float32")

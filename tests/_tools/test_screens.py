@@ -23,8 +23,9 @@ import jaxmp
 from jaxmp._tools import screen
 from jaxmp._tools.audit.report import alike
 
+from linen_models import variables_of
 from models import Case, Size
-from support import needs_gpu_compiler
+from support import needs_gpu_compiler, ones
 from transformer import TransformerLM
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -432,8 +433,8 @@ class Network(nn.Module):
 
 
 NETWORK = Network()
-X = jnp.ones((4, 64))
-PARAMS = NETWORK.init(jax.random.key(0), X)
+X = ones(4, 64)
+PARAMS = variables_of(NETWORK, X)
 
 
 def loss_of(params: Any, x: Any) -> jax.Array:

@@ -15,14 +15,8 @@ from jaxmp import accumulate_gradients, dynamic_loss_scale
 from support import case
 
 RNG = np.random.default_rng(0)
-PARAMS = {
-    "w": jnp.asarray(RNG.normal(size=(5, 3)), "float32"),
-    "b": jnp.asarray(RNG.normal(size=3), "float32"),
-}
-BATCH = {
-    "x": jnp.asarray(RNG.normal(size=(24, 5)), "float32"),
-    "y": jnp.asarray(RNG.normal(size=(24, 3)), "float32"),
-}
+PARAMS = jax.device_put({"w": RNG.normal(size=(5, 3)), "b": RNG.normal(size=3)})
+BATCH = jax.device_put({"x": RNG.normal(size=(24, 5)), "y": RNG.normal(size=(24, 3))})
 
 
 def loss_fn(params, batch):

@@ -28,7 +28,7 @@ from jaxmp.loss_scaling import LossScaleState
 from support import case, slow_when
 from training import NnxNet
 
-PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
+PARAMS = jax.device_put({"w": np.array([1.0, 2.0]), "b": np.array([3.0])})
 ADAM = optax.adam(0.1)
 SCALED = dynamic_loss_scale(ADAM)
 
@@ -258,8 +258,8 @@ REFUSES = {
     "MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
     "in a chain": lambda inner: optax.chain(optax.masked(inner, MASK), optax.clip(1.0)),
 }
-GRADS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([1.0])}
-BAD = {**GRADS, "b": jnp.array([jnp.nan])}  # as `value_and_grad` returns an overflow
+GRADS = jax.device_put({"w": np.array([1.0, 2.0]), "b": np.array([1.0])})
+BAD = {**GRADS, "b": jax.device_put(np.array([np.nan]))}  # as `value_and_grad` returns an overflow
 
 
 def train(tx, steps):

@@ -19,7 +19,7 @@ from support import case
 MESH = ((4, 2), ("data", "model"))
 ROWS = np.ones((8, 8), np.float32)
 ROWS[5] = 3e4  # in the hands of one device; its products overflow float16
-PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
+PARAMS = jax.device_put({"w": np.ones((8, 3)), "b": np.zeros(3)})
 
 
 def mesh():

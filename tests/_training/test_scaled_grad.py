@@ -13,8 +13,8 @@ import pytest
 import jaxmp
 from jaxmp import dynamic_loss_scale, static_loss_scale
 
-PARAMS = {"w": jnp.array([1.0, 2.0])}
-X = jnp.array([3.0, 4.0])
+PARAMS = {"w": jax.device_put(np.array([1.0, 2.0]))}
+X = jax.device_put(np.array([3.0, 4.0]))
 
 
 def loss_fn(params, x, *, offset=0.0):

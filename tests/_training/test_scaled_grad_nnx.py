@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxmp
 
-from support import case, slow_when
+from support import case, gaussian, slow_when
 
 
 class Net(nnx.Module):
@@ -30,11 +30,15 @@ class Net(nnx.Module):
         return self.last(self.dropout(nnx.tanh(self.norm(self.first(x)))))
 
 
-X = jax.random.normal(jax.random.key(1), (8, 3))
-STATES = {
-    "scaled": jaxmp.static_loss_scale(optax.sgd(0.1), 2.0**10).init({"w": X}),
-    "without": optax.sgd(0.1).init({"w": X}),
+X = gaussian(1, 8, 3)
+OPTIMIZERS = {
+    "scaled": jaxmp.static_loss_scale(optax.sgd(0.1), 2.0**10),
+    "without": optax.sgd(0.1),
 }
+
+
+def state_of(name):
+    return OPTIMIZERS[name].init({"w": X})
 
 
 def loss_fn(model, x):
@@ -65,7 +69,7 @@ def test_gradients_that_float16_cannot_hold_are_there():
         return jnp.sum(low.astype(jnp.float32)) * 2.0**-30
 
     model, ones = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), jnp.ones((3, 1))
-    _, grads = jaxmp.value_and_grad(small, STATES["scaled"])(model, ones)
+    _, grads = jaxmp.value_and_grad(small, state_of("scaled"))(model, ones)
     np.testing.assert_array_equal(grads.kernel[...], np.full((3, 1), 2.0**-30))
     np.testing.assert_array_equal(nnx.grad(small)(model, ones).kernel[...], 0)
 
@@ -74,7 +78,7 @@ def test_gradients_that_float16_cannot_hold_are_there():
 def test_loss_gradients_and_what_moves_are_those_of_nnx(name, jit):
     ours, theirs = Net(), Net()
     wrap = nnx.jit if jit else lambda f: f
-    step = wrap(lambda model, x: jaxmp.value_and_grad(loss_fn, STATES[name])(model, x))
+    step = wrap(lambda model, x: jaxmp.value_and_grad(loss_fn, state_of(name))(model, x))
     want_step = wrap(nnx.value_and_grad(loss_fn))
     for _ in range(2):
         assert_same(step(ours, X), want_step(theirs, X))
@@ -88,14 +92,14 @@ def test_arguments_are_chosen_as_in_jax():
         positive = argnums % 2 if isinstance(argnums, int) else tuple(i % 2 for i in argnums)
         _, want = nnx.value_and_grad(loss_fn, argnums=positive)(Net(), X)
         name = "without" if argnums == [1, 0] else "scaled"
-        _, grads = jaxmp.value_and_grad(loss_fn, STATES[name], argnums)(Net(), X)
+        _, grads = jaxmp.value_and_grad(loss_fn, state_of(name), argnums)(Net(), X)
         with case(argnums):
             assert_same(grads, want)
 
 
 def test_aux_and_keyword_arguments():
     ours = Net()
-    grad_fn = jaxmp.value_and_grad(with_keywords, STATES["scaled"], has_aux=True)
+    grad_fn = jaxmp.value_and_grad(with_keywords, state_of("scaled"), has_aux=True)
     assert inspect.signature(grad_fn) == inspect.signature(with_keywords)
     (loss, aux), grads = grad_fn(ours, X, mode="train", factor=jnp.float32(2))
     want_loss, want = nnx.value_and_grad(loss_fn)(Net(), X)
@@ -105,7 +109,7 @@ def test_aux_and_keyword_arguments():
 
 def test_some_of_the_variables():
     some = nnx.DiffState(0, nnx.PathContains("last"))
-    _, grads = jaxmp.value_and_grad(loss_fn, STATES["scaled"], some)(Net(), X)
+    _, grads = jaxmp.value_and_grad(loss_fn, state_of("scaled"), some)(Net(), X)
     assert list(grads) == ["last"]
     _, want = nnx.value_and_grad(loss_fn, argnums=some)(Net(), X)
     assert_same(grads, want)
@@ -116,7 +120,7 @@ def test_modules_inside_other_structures():
         return loss_fn(models["a"], x) + loss_fn(models["b"], x)
 
     models = {"a": Net(), "b": Net()}
-    _, grads = jaxmp.value_and_grad(pair_loss, STATES["scaled"])(models, X)
+    _, grads = jaxmp.value_and_grad(pair_loss, state_of("scaled"))(models, X)
     _, want = nnx.value_and_grad(pair_loss)({"a": Net(), "b": Net()}, X)
     assert_same(grads, want)
     assert int(models["b"].dropout.rngs.count[...]) == 1
@@ -155,7 +159,7 @@ def test_accumulated_pieces_pass_their_state_on(jit):
 
     @wrap
     def step(model, x):
-        grad_fn = jaxmp.value_and_grad(loss_fn, STATES["scaled"])
+        grad_fn = jaxmp.value_and_grad(loss_fn, state_of("scaled"))
         return jaxmp.accumulate_gradients(grad_fn, 2)(model, x)
 
     loss, grads = step(ours, X)

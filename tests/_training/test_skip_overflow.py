@@ -19,7 +19,7 @@ import jaxmp
 from support import gaussian, primitives
 
 F16 = "mixed_float16"
-W, X = gaussian(0, 16, 16), 100 * gaussian(1, 8, 16)
+W, X = gaussian(0, 16, 16), gaussian(1, 8, 16, scale=100)
 TX = jaxmp.dynamic_loss_scale(optax.sgd(1e-3), init_scale=8.0)
 
 

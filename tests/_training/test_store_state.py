@@ -37,7 +37,15 @@ from jaxmp._training.stored_array import (
     is_scale_of,
 )
 
-from support import assert_same, case, needs_gpu_compiler, needs_tpu_compiler, slow_when
+from support import (
+    assert_same,
+    case,
+    gaussian,
+    needs_gpu_compiler,
+    needs_tpu_compiler,
+    ones,
+    slow_when,
+)
 
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -48,8 +56,8 @@ dtypes_alike = pytest.mark.parametrize(
 eight_bits = pytest.mark.parametrize("dtype", DTYPES[1:])
 
 ADAM = optax.adam(1e-3)
-PARAMS = {"w": jnp.linspace(-2, 2, 64 * 300).reshape(64, 300), "b": jnp.ones(9)}
-GRADS = jax.tree.map(lambda p: jax.random.normal(jax.random.key(3), p.shape), PARAMS)
+PARAMS = jax.device_put({"w": np.linspace(-2, 2, 64 * 300).reshape(64, 300), "b": np.ones(9)})
+GRADS = {"w": gaussian(3, 64, 300), "b": gaussian(4, 9)}
 
 
 def steps(tx, count=3, grads=GRADS, params=PARAMS):
@@ -115,9 +123,9 @@ def test_a_sum_that_was_stored_before_is_refused_and_taken_over():
 @pytest.mark.parametrize(
     ("tx", "params", "most"),
     [
-        (ADAM, {"w": jnp.ones((63, 64)), "b": jnp.ones(9)}, 4032),
+        (ADAM, {"w": ones(63, 64), "b": ones(9)}, 4032),
         (optax.sgd(0.1), PARAMS, 0),
-        (ADAM, {"w": jnp.ones((8, 8, 70))}, 4480),
+        (ADAM, {"w": ones(8, 8, 70)}, 4480),
         (optax.contrib.dog(1.0), PARAMS, 19200),
     ],
     ids=["small", "no state", "short axes", "copies"],

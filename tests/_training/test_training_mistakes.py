@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -13,13 +15,17 @@ import pytest
 import jaxmp
 from jaxmp import accumulate_gradients, dynamic_loss_scale, master_weights
 
-from support import case
+from support import case, ones
 
-PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
-GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+PARAMS = jax.device_put({"w": np.array([1.0, 2.0]), "b": np.array([3.0])})
+GRADS = {"w": ones(2), "b": ones(1)}
 TX = dynamic_loss_scale(optax.adam(0.1))
-STATE = TX.init(PARAMS)
-BATCH = jnp.ones((4, 2))
+BATCH = ones(4, 2)
+
+
+@functools.cache
+def initial_state():
+    return TX.init(PARAMS)
 
 
 def loss_fn(params, x):
@@ -44,7 +50,7 @@ def test_what_is_no_state_at_all():
         with case(state), pytest.raises(TypeError, match=expected):
             TX.update(GRADS, state, PARAMS)
     with pytest.raises(TypeError, match=r"update takes \(gradients, state, params\).*; got 'dict'"):
-        TX.update(STATE, GRADS, PARAMS)
+        TX.update(initial_state(), GRADS, PARAMS)
 
 
 def test_the_state_of_a_scaler_around_another_optimizer():
@@ -59,7 +65,7 @@ def test_a_gradient_that_is_none():
     message = r"the gradient at (\['b'\]|the root) is None, which the optimizer inside does not"
     for grads in ({**GRADS, "b": None}, None):
         with case(grads), pytest.raises(ValueError, match=message):
-            TX.update(grads, STATE, PARAMS)
+            TX.update(grads, initial_state(), PARAMS)
 
 
 def test_an_error_of_the_optimizers_own_is_passed_on():
@@ -85,7 +91,7 @@ def test_master_weights_with_the_state_of_another():
             r"master_weights: update takes .* a (Mast|Stoch|Rem)\w+State .*; got 'LossScaleState'"
         )
         with pytest.raises(TypeError, match=message):
-            tx.update(GRADS, STATE, PARAMS)
+            tx.update(GRADS, initial_state(), PARAMS)
         message = r"got 'tuple'.*tx\.init\(params\)\._replace\(inner_state="
         with pytest.raises(TypeError, match=message):
             tx.update(GRADS, optax.adam(0.1).init(PARAMS), PARAMS)
@@ -126,7 +132,9 @@ def test_integer_parameters_are_not_sent_to_masked():
     assert "optax.masked" not in str(caught.value)
 
 
-MODEL = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
+@functools.cache
+def eqx_model():
+    return eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
 
 
 def eqx_loss(model, x):
@@ -136,22 +144,22 @@ def eqx_loss(model, x):
 def test_an_equinox_module_as_parameters():
     where = r"\.activation"
     with pytest.raises(TypeError, match=rf"value_and_grad: argument 0 .* at {where} is .*eqx\.f"):
-        jaxmp.value_and_grad(eqx_loss, STATE)(MODEL, BATCH)
+        jaxmp.value_and_grad(eqx_loss, initial_state())(eqx_model(), BATCH)
     with pytest.raises(TypeError, match=rf"dynamic_loss_scale: the parameter at {where} .*eqx\."):
-        TX.init(MODEL)
+        TX.init(eqx_model())
     for options in ({}, {"stochastic_rounding": True}):
         masters = master_weights(optax.adam(0.1), **options)
         with pytest.raises(TypeError, match=rf"master_weights: the parameter at {where} .*eqx\."):
-            masters.init(MODEL)
+            masters.init(eqx_model())
     with pytest.raises(TypeError, match=rf"TrainState.create: the parameter at \['m'\]{where} is "):
-        jaxmp.TrainState.create(apply_fn=None, params={"m": MODEL}, tx=TX)
+        jaxmp.TrainState.create(apply_fn=None, params={"m": eqx_model()}, tx=TX)
 
 
 def test_an_equinox_module_in_the_forms_that_the_message_gives():
-    params, static = eqx.partition(MODEL, eqx.is_inexact_array)
+    params, static = eqx.partition(eqx_model(), eqx.is_inexact_array)
     state = TX.init(params)
     got = eqx.filter_grad(lambda m, x: jaxmp.loss_scaling.scale_loss(eqx_loss(m, x), state))(
-        MODEL, BATCH
+        eqx_model(), BATCH
     )
     got = jaxmp.loss_scaling.unscale(got, state)
     _, want = jaxmp.value_and_grad(lambda p, x: eqx_loss(eqx.combine(p, static), x), state)(
@@ -177,12 +185,12 @@ def test_what_is_no_loss():
     ]:
         expected = f"^value_and_grad: the loss must be .*{got}"
         with case(got), pytest.raises(TypeError, match=expected):
-            jaxmp.value_and_grad(loss, STATE)(PARAMS)
+            jaxmp.value_and_grad(loss, initial_state())(PARAMS)
 
 
 def test_a_loss_that_is_no_function():
     with pytest.raises(TypeError, match=r"loss_fn, which comes first, must be .*; got 'float'"):
-        jaxmp.value_and_grad(1.5, STATE)
+        jaxmp.value_and_grad(1.5, initial_state())
     state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
     with pytest.raises(TypeError, match=r"TrainState\.value_and_grad: loss_fn"):
         state.value_and_grad(PARAMS)
@@ -190,23 +198,23 @@ def test_a_loss_that_is_no_function():
 
 def test_argnums_are_positions():
     with pytest.raises(TypeError, match="argnums=3 requires at least 4 positional arguments"):
-        jaxmp.value_and_grad(loss_fn, STATE, argnums=3)(PARAMS, BATCH)
+        jaxmp.value_and_grad(loss_fn, initial_state(), argnums=3)(PARAMS, BATCH)
     for argnums in (None, "params", 0.0, [0, "x"]):
         expected = "value_and_grad: argnums must be the position"
         with case(argnums), pytest.raises(TypeError, match=expected):
-            jaxmp.value_and_grad(loss_fn, STATE, argnums)
+            jaxmp.value_and_grad(loss_fn, initial_state(), argnums)
 
 
 def test_an_integer_to_differentiate_is_named():
     with pytest.raises(TypeError, match=r"argument 0 of the loss at \['n'\] is int32"):
-        jaxmp.value_and_grad(loss_fn, STATE)({**PARAMS, "n": jnp.arange(2)}, BATCH)
+        jaxmp.value_and_grad(loss_fn, initial_state())({**PARAMS, "n": jnp.arange(2)}, BATCH)
 
 
 def test_gradients_of_another_shape():
     message = r"the gradient at \['w'\] has shape \(3,\) and its parameter \(2,\)"
     bad = {**GRADS, "w": jnp.ones(3)}
     with pytest.raises(ValueError, match=f"dynamic_loss_scale: {message}"):
-        TX.update(bad, STATE, PARAMS)
+        TX.update(bad, initial_state(), PARAMS)
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     for options in ({}, {"stochastic_rounding": True}):
         masters = master_weights(optax.adam(0.1), **options)
@@ -220,7 +228,7 @@ def test_a_limit_and_a_key_of_another_kind():
     for limit in (None, "50", 50.0, True):
         expected = "check_not_stuck: limit must be an integer"
         with case(limit), pytest.raises(TypeError, match=expected):
-            jaxmp.loss_scaling.check_not_stuck(STATE, limit)
+            jaxmp.loss_scaling.check_not_stuck(initial_state(), limit)
     for key in (0, None, 0.5, PARAMS, jnp.ones(2)):
         expected = "stochastic_round: key must be a PRNG key"
         with case(key), pytest.raises(TypeError, match=expected):
@@ -270,11 +278,11 @@ def test_an_integer_is_no_loss_to_accumulate():
 
 
 def test_a_train_state_needs_an_optimizer_and_a_container_of_parameters():
-    for tx in (None, STATE, optax.adam, "adam"):
+    for tx in (None, initial_state(), optax.adam, "adam"):
         expected = r"TrainState\.create: tx must be an optax transformation"
         with case(tx), pytest.raises(TypeError, match=expected):
             jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    for params in (None, jnp.ones(2), eqx.filter(MODEL, eqx.is_inexact_array)):
+    for params in (None, jnp.ones(2), eqx.filter(eqx_model(), eqx.is_inexact_array)):
         expected = r"TrainState\.create: params must be a dict or the like"
         with case(params), pytest.raises(TypeError, match=expected):
             jaxmp.TrainState.create(apply_fn=None, params=params, tx=TX)

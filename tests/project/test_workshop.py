@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from support import ROOT
+from support import ROOT, run_python
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
@@ -85,3 +87,19 @@ def test_each_folder_of_the_package_has_a_folder_of_tests() -> None:
 
     of_package = folders("jaxmp", "[!_]*.py") - {"_core/passes/fused_attention"}
     assert folders("tests", "test_*.py") == of_package - {"_core", "_core/chips"}
+
+
+def test_a_module_that_compiles_while_it_is_imported_is_not_collected(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    arrays = {"test_jax.py": "jnp.ones(3)", "test_numpy.py": "jax.device_put(np.ones(3))"}
+    for name, array in arrays.items():
+        text = f"import jax\nimport jax.numpy as jnp\nimport numpy as np\nX = {array}\n"
+        (tmp_path / name).write_text(f"{text}def test(): pass\n")
+    done = run_python("-m", "pytest", "--collect-only", "-q", folder=tmp_path)
+    assert "test_numpy.py::test" in done.stdout, done
+    assert re.findall(
+        r"^(\S+): in <module>|^E .*?(\S+) compiles while", done.stdout, re.MULTILINE
+    ) == [
+        ("test_jax.py:4", ""),
+        ("", "test_jax.py"),
+    ]

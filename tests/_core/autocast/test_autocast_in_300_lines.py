@@ -37,12 +37,12 @@ _RANDOM = np.random.default_rng(0)
 
 def array(*shape):
     """A batch, or weights that keep its variance."""
-    return jnp.asarray(_RANDOM.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+    return (_RANDOM.normal(size=shape) / shape[0] ** 0.5).astype(np.float32)
 
 
 X = 4 * array(16, 32)
 FRAMES = array(5, 16, 32)
-TOKENS = jnp.asarray(_RANDOM.integers(0, 20, 16))
+TOKENS = _RANDOM.integers(0, 20, 16, dtype=np.int32)
 W, U, V = array(32, 32), array(32, 32), array(32, 32)
 SCALE, BIAS = 1 + 0.1 * array(32), 0.1 * array(32)
 CAUSAL = np.where(np.tri(16) > 0, 0.0, -1e9).astype(np.float32)

@@ -11,9 +11,9 @@ import pytest
 
 import jaxmp
 
-from support import case
+from support import case, ones
 
-W, X = jnp.ones((16, 16)), jnp.ones((4, 16))
+W, X = ones(16, 16), ones(4, 16)
 SECOND_CALL = r"The arguments of a function go into a second call: "
 
 

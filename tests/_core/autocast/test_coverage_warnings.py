@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from accuracy import eps
 from jax import lax
@@ -16,9 +17,9 @@ from jax.extend.core import Primitive
 
 import jaxmp
 
-from support import contraction_dtypes, relative
+from support import contraction_dtypes, ones, relative
 
-X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
+X, W = ones(4, 8), jax.device_put(np.full((8, 8), 1 / 8))
 BF16 = "mixed_bfloat16"
 
 

@@ -35,7 +35,7 @@ def mesh(types=BOTH):
 
 
 def normal(*shape, scale=1.0):
-    return jnp.asarray(RNG.normal(size=shape) * scale, "float32")
+    return (RNG.normal(size=shape) * scale).astype(np.float32)
 
 
 def put(tree, on, spec):
@@ -201,7 +201,7 @@ class LM(nn.Module):
         return layers(name="layers")(x, None)[0] @ table.T
 
 
-TOKENS = jnp.asarray(RNG.integers(32, size=(32, 9)))
+TOKENS = RNG.integers(32, size=(32, 9), dtype=np.int32)
 
 
 def optimizer(policy, masters=None):

@@ -18,6 +18,7 @@ import pytest
 import jaxmp
 
 from constructs import BF16, X
+from support import ones
 
 
 class Out:
@@ -129,8 +130,8 @@ PASSED = {
     "a jitted function": jax.jit(lambda y: y + 1),
     "JAX's": jnp.tanh,
     "one with a rule": jax.nn.relu,
-    "a closure over an array": returning(jnp.ones(2)),
-    "an object with an array": Out(jnp.ones(2)),
+    "a closure over an array": returning(ones(2)),
+    "an object with an array": Out(ones(2)),
     "an object with an abstract array": Out(jax.ShapeDtypeStruct((2,), jnp.float32)),
     "a partial": functools.partial(jnp.add, 1),
     "a Linen module": nn.Dense(3),

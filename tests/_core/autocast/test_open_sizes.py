@@ -11,17 +11,13 @@ from jax import export, lax
 
 import jaxmp
 
-from support import slow_when
+from support import gaussian, slow_when
 
 BF16 = "mixed_bfloat16"
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-W = draw(0, 16, 16) / 4
-LONG = jnp.linspace(0.0, 1.0, 16)
+W = gaussian(0, 16, 16, scale=1 / 4)
+LONG = jax.device_put(np.linspace(0.0, 1.0, 16))
 
 
 def dense(x):
@@ -89,7 +85,7 @@ def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> No
     program = exported(fn)
     assert "bf16" in program.mlir_module()
     for rows in (8, 24):
-        x = draw(rows, rows, 16)
+        x = gaussian(rows, rows, 16)
         np.testing.assert_allclose(program.call(x), fn(x), rtol=2e-2, atol=2e-2)
 
 
@@ -98,7 +94,7 @@ def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> No
 def test_so_is_a_gradient(name: str) -> None:
     fn = jaxmp.autocast(FUNCTIONS[name], BF16)
     gradient = jax.jit(jax.grad(lambda x: jnp.mean(jnp.square(fn(x)))))
-    x = draw(9, 8, 16)
+    x = gaussian(9, 8, 16)
     program = exported(gradient)
     np.testing.assert_allclose(program.call(x), gradient(x), rtol=5e-2, atol=2e-2)
 
@@ -116,7 +112,7 @@ def test_a_wrapped_nnx_model() -> None:
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 4, rngs=rngs))
     wrapped = jaxmp.wrap(model, BF16)
-    x = draw(3, 6, 16)
+    x = gaussian(3, 6, 16)
     np.testing.assert_allclose(exported(wrapped).call(x), wrapped(x), rtol=2e-2, atol=1e-2)
 
 

@@ -11,8 +11,10 @@ import pytest
 
 import jaxmp
 
-PARAMS = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
-GRADS = jax.tree.map(lambda p: jax.random.normal(jax.random.key(3), p.shape), PARAMS)
+from support import gaussian, ones
+
+PARAMS = {"w": ones(64, 128), "b": ones(128)}
+GRADS = {"w": gaussian(3, 64, 128), "b": gaussian(3, 128)}
 
 
 def shampoo():

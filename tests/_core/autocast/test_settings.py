@@ -20,9 +20,9 @@ import jaxmp
 from jaxmp._core.jaxprs.compat import cached_trace, trace
 from jaxmp._core.jaxprs.float32_dot import dot_in_float32
 
-from support import contractions, slow_when
+from support import contractions, gaussian, slow_when
 
-X = jax.random.normal(jax.random.key(0), (4, 8, 16))
+X = gaussian(0, 4, 8, 16)
 POLICIES = ("mixed_bfloat16", "mixed_float16,residuals=recompute", "mixed_float8")
 
 

@@ -38,7 +38,7 @@ ROWS = 64  # of all devices
 
 
 def normal(*shape, scale=1.0):
-    return jnp.asarray(RNG.normal(size=shape) * scale, "float32")
+    return jax.device_put((RNG.normal(size=shape) * scale).astype(np.float32))
 
 
 ARGS = (normal(ROWS, 12), normal(12, WIDTH, scale=0.25), normal(WIDTH, 8, scale=0.2))

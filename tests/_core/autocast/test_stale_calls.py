@@ -16,9 +16,9 @@ from jaxmp._tools.preflight.program import traced_program
 from jaxmp._tools.speed.target import parse_target
 
 from constructs import BF16, V, W, X, assert_bitwise
-from support import case, contraction_dtypes
+from support import case, contraction_dtypes, ones
 
-ONE = jnp.ones((8, 8))
+ONE = ones(8, 8)
 
 
 def reader(box):
@@ -44,7 +44,7 @@ SCALES = {
     "Python number": (1.0, 3.0),
     "NumPy scalar": (np.float32(1.0), np.float32(3.0)),
     "zeros of either sign": (0.0, -0.0),
-    "array": (jnp.float32(1.0), jnp.float32(3.0)),
+    "array": jax.device_put((np.float32(1.0), np.float32(3.0))),
     "NumPy array": (np.ones(8, np.float32), np.full(8, 3, np.float32)),
 }
 

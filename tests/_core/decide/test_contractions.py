@@ -19,11 +19,11 @@ from jaxmp._core.jaxprs.equation_parameters import contracted
 from jaxmp._core.plan.roots import LITERALS, OTHER, WEIGHTS, geometry
 from jaxmp._core.plan.why import Kind, Why
 
-from support import CONTRACTIONS, contraction_dtypes, iter_eqns
+from support import CONTRACTIONS, contraction_dtypes, iter_eqns, ones
 
-X, W, B = jnp.ones((6, 8)), jnp.ones((8, 8)), jnp.ones(8)
-IMAGE = jnp.ones((1, 9, 9, 8))
-GROUPS = jnp.array([2, 4])
+X, W, B = ones(6, 8), ones(8, 8), ones(8)
+IMAGE = ones(1, 9, 9, 8)
+GROUPS = jax.device_put(np.array([2, 4]))
 Made = Callable[[], Any]  # an equation, when it is wanted
 
 

@@ -13,13 +13,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 
-from support import autocast, explain, iter_eqns
+from support import autocast, explain, gaussian, iter_eqns
 
-KEYS = jax.random.split(jax.random.key(0), 3)
 LOW = "mixed_bfloat16,ops=gather:compute"
-TABLE = jax.random.normal(KEYS[0], (16, 8))
+TABLE = gaussian(0, 16, 8)
 # One row 3,000 times: a sum that 16 bits lose.
-TOKENS = jnp.where(jnp.arange(4096) < 3000, 5, jnp.arange(4096) % 16)
+TOKENS = jax.device_put(np.where(np.arange(4096) < 3000, 5, np.arange(4096) % 16))
 
 
 def rows(table: jax.Array) -> jax.Array:
@@ -34,7 +33,7 @@ def scatters(fn: Any, *args: Any) -> set[str]:
 
 def gradient(policy: str) -> Any:
     fast = autocast(rows, policy)
-    weights = jax.random.uniform(KEYS[1], (4096, 8))
+    weights = jax.random.uniform(jax.random.key(1), (4096, 8))
     return jax.grad(lambda table: jnp.sum(weights * fast(table)))
 
 
@@ -101,7 +100,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("kind", ["autocast", "wrapped", "wrapped by path"])
 def test_one_table_or_all(kind: str) -> None:
     tokens = jnp.arange(8) * 3 % 32
-    variables = Tied().init(KEYS[2], tokens)
+    variables = Tied().init(jax.random.key(2), tokens)
     by_path = jaxmp.PolicyMap({"embed": LOW}, default="mixed_bfloat16")
     apply = {
         "autocast": autocast(Tied().apply, LOW),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -11,8 +12,8 @@ import jaxmp
 
 from constructs import BF16, F16, W, X
 
-WEAK = jax.jit(lambda x: x + 1.0)(1.0)
-ROW = jnp.zeros(4) + WEAK  # strongly typed
+WEAK = jax.device_put(2.0)
+ROW = jax.device_put(np.full(4, 2.0))  # strongly typed
 
 
 def weak_types(tree):

@@ -40,7 +40,7 @@ def masked_computed(scores: jax.Array, keep: jax.Array) -> jax.Array:
     return scores + (1.0 - keep) * FLOAT32_MIN
 
 
-KEEP = jnp.asarray(np.tri(6, k=-1), jnp.float32)  # the first row is masked throughout
+KEEP = np.tri(6, k=-1, dtype=np.float32)  # the first row is masked throughout
 MASKS = {
     "constant": (masked_constant, KEEP),
     "argument": (masked_argument, (1 - KEEP) * FLOAT32_MIN),

@@ -18,7 +18,7 @@ from jaxmp._core.jaxprs.source import module_path, user_line
 from models import CASES
 from support import assert_same_program, iter_eqns, jaxpr_of, slow_when
 
-X = jnp.linspace(-2, 2, 64).reshape(8, 8)
+X = jax.device_put(np.linspace(-2, 2, 64).reshape(8, 8))
 
 
 def autocast(fn: Any, policy: str, steps_of: Any = jit_groups.jit_groups) -> Any:

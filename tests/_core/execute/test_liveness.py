@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from support import slow_when
+from support import gaussian, slow_when
 
 DEPTH = 12
-X = jax.random.normal(jax.random.key(0), (64, 48))
+X = gaussian(0, 64, 48)
 
 
 class MLP(nn.Module):

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from support import autocast, explain, iter_eqns, relative, slow_when
+from support import autocast, explain, iter_eqns, random_key, relative, slow_when
 
-KEYS = jax.random.split(jax.random.key(0), 4)
+KEYS = [random_key(i) for i in range(4)]
 POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16", "mixed_float8": "bfloat16"}
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

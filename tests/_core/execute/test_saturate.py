@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from support import assert_same_program, autocast, explain, iter_eqns, jaxpr_of
+from support import assert_same_program, autocast, explain, iter_eqns, jaxpr_of, ones
 
 PLAIN, CLIPPED = "mixed_float16", "mixed_float16,saturate=true"
 LARGEST = float(np.finfo(np.float16).max)
-EYE, ONES = jnp.eye(8), jnp.ones((8, 8))
+EYE, ONES = jax.device_put(np.eye(8)), ones(8, 8)
 
 
 def scanned(x, w, e):
@@ -34,7 +34,7 @@ FORWARD: dict[str, Callable[..., jax.Array]] = {
     "cond": lambda x, w, e: lax.cond(x[0, 0] != 0, lambda: x @ w, lambda: x) @ e,
     "convolution": lambda x, w, e: lax.conv(x[None, :, :], w[:, :, None], (1,), "VALID")[0] @ e,
 }
-LARGE = jnp.full((8, 8), 300.0)
+LARGE = jax.device_put(np.full((8, 8), 300.0))
 
 
 def test_what_overflows_is_clipped():

@@ -13,12 +13,12 @@ from jax import lax
 
 from jaxmp._core.jaxprs.callers import in_associative_scan, is_promotion, is_take
 
-from support import iter_eqns
+from support import iter_eqns, ones
 
-X = jnp.ones((6, 8), jnp.bfloat16)
-WIDE = jnp.ones((6, 8))
+X = ones(6, 8, dtype=jnp.bfloat16)
+WIDE = ones(6, 8)
 DENSE = nn.Dense(4)
-VARIABLES = DENSE.init(jax.random.key(0), WIDE)
+VARIABLES = {"params": {"kernel": ones(8, 4), "bias": ones(4)}}
 
 
 @pytest.mark.parametrize(

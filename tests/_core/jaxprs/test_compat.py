@@ -30,9 +30,9 @@ from jaxmp._core.jaxprs import attributes, compat, equation_parameters
 from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.parameter_products import Parameter, contract
 
-from support import iter_eqns
+from support import iter_eqns, ones, random_key
 
-X, W = jnp.ones((6, 8)), jnp.ones((8, 8))
+X, W = ones(6, 8), ones(8, 8)
 BFLOAT16 = np.dtype(jnp.bfloat16)
 DOT = "dot_general"
 
@@ -880,7 +880,7 @@ class Layer(nn.Module):
     def told(self) -> None: ...
 
 
-RNGS = {"params": jax.random.key(0), "noise": jax.random.key(1)}
+RNGS = {"params": random_key(0), "noise": random_key(1)}
 
 
 @relied_on("Module methods: method_handler_wrapped", "method_handler_wrapped")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -26,8 +27,7 @@ from jaxmp._core.jaxprs.higher_order import inside
 
 Facts = frozenset[str]
 NOTHING: Facts = frozenset()
-A, B, C = jnp.float32(1), jnp.float32(2), jnp.float32(3)
-STACK = jnp.ones(3)
+A, B, C, STACK = jax.device_put((np.float32(1), np.float32(2), np.float32(3), np.ones(3)))
 
 
 def repeat(body: Callable[..., Any], start: Any) -> Any:

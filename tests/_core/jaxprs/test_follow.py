@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
@@ -14,8 +15,7 @@ from jaxmp._core.jaxprs.follow import Follower
 from jaxmp._core.jaxprs.place import Place
 from jaxmp._core.jaxprs.walk import walk
 
-A = jnp.float32(1)
-TABLE = jnp.arange(3.0)
+A, TABLE = jax.device_put((np.float32(1), np.arange(3.0)))
 
 
 class Sources(Follower[frozenset[str]]):

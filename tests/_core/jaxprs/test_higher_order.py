@@ -23,8 +23,8 @@ from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER, HigherOrder, Inner, in
 
 from support import autocast, contraction_dtypes, gaussian, iter_eqns, jaxpr_of, relative
 
-X = jax.random.normal(jax.random.key(0), (6, 8))
-W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+X = gaussian(0, 6, 8)
+W = gaussian(1, 8, 8, scale=1 / 3)
 
 # A primitive that JAX does not have: runs `jaxpr` of (w, x) again and again on its own result.
 REPEAT = Primitive("jaxmp_repeat")

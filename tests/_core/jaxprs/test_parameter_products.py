@@ -13,10 +13,10 @@ from jax import lax
 
 import jaxmp
 
-from support import relative
+from support import gaussian, relative
 
-V, W = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
-KERNEL = jax.random.normal(jax.random.key(1), (3, 3, 1, 4))
+V, W = gaussian(0, 16, 16, scale=1 / 4), gaussian(1, 16, 16, scale=1 / 4)
+KERNEL = gaussian(2, 3, 3, 1, 4)
 
 # Programs that are linear in their first operand, which is a parameter, or in data (`with_data`).
 LINEAR: dict[str, Callable[[Any, Any], Any]] = {

@@ -25,11 +25,19 @@ from jaxmp._core.plan.primitives import CALLED, classify
 from jaxmp._core.plan.rules import rules_for
 from jaxmp.policy import get_policy
 
-from support import ROOT, assert_same_program, autocast, contraction_dtypes, explain, primitives
+from support import (
+    ROOT,
+    assert_same_program,
+    autocast,
+    contraction_dtypes,
+    explain,
+    gaussian,
+    primitives,
+)
 
 BF16 = "mixed_bfloat16"
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)), jnp.float32)
+X = gaussian(0, 6, 6)
 
 
 def exported_primitives() -> dict[str, str]:

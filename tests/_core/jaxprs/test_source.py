@@ -12,6 +12,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -129,7 +130,7 @@ def test_a_library_that_is_loaded_later_is_known_then(tmp_path, monkeypatch):
 
 # Whose conversion it is: by where a function is, not by its name alone.
 
-LOW = X.astype(jnp.bfloat16)
+LOW = jax.device_put(np.asarray(X, jnp.bfloat16))
 
 
 def promote_dtype(x):

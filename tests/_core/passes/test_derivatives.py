@@ -20,9 +20,9 @@ from constructs import tanh_times_seven
 from support import autocast, contraction_dtypes, explain, relative
 
 BF16 = "mixed_bfloat16"
-X = jnp.linspace(-1.0, 1.0, 48).reshape(6, 8)
-W = jnp.linspace(-1.0, 0.7, 64).reshape(8, 8)
-S = jnp.float32(1.5)
+X = jax.device_put(np.linspace(-1.0, 1.0, 48).reshape(6, 8))
+W = jax.device_put(np.linspace(-1.0, 0.7, 64).reshape(8, 8))
+S = jax.device_put(np.float32(1.5))
 
 
 def is_zero(x: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmp
@@ -19,7 +20,7 @@ import jaxmp
 equinox = pytest.importorskip("equinox")
 
 WIDTH = 8
-X = jnp.linspace(-1.0, 1.0, 2 * WIDTH).reshape(2, WIDTH)
+X = jax.device_put(np.linspace(-1.0, 1.0, 2 * WIDTH).reshape(2, WIDTH))
 
 
 def weights(key: int = 0) -> dict[str, Any]:

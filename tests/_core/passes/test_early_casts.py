@@ -114,7 +114,7 @@ def test_what_repeats_values_stays_float32() -> None:
         assert {r.dtype for r in rows if r.op == op} == {"float32"}
 
 
-MASK = jnp.asarray(np.random.default_rng(3).uniform(size=(6, 5)) < 0.5)
+MASK = jax.device_put(np.random.default_rng(3).uniform(size=(6, 5)) < 0.5)
 
 
 def gated(x: jax.Array, w: jax.Array, mask: jax.Array = MASK) -> jax.Array:

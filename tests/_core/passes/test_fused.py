@@ -34,7 +34,7 @@ PADDED = np.arange(TIME) < np.array([[12], [TIME]])  # [example, key]
 
 
 Q, K, V = (gaussian(i, BATCH, TIME, HEADS, WIDTH) for i in range(3))
-FEW = (Q, K[:, :, :2], V[:, :, :2])
+FEW = (Q, *(gaussian(i, BATCH, TIME, 2, WIDTH) for i in (1, 2)))
 BIAS = gaussian(3, HEADS, TIME, TIME)
 
 

@@ -18,9 +18,9 @@ from jaxmp._core.passes.derivatives import hidden_tangents
 from jaxmp._core.plan.rules import rules_for
 from jaxmp.policy import get_policy
 
-from support import iter_eqns
+from support import iter_eqns, ones
 
-X, T = jnp.ones((6, 8)), jnp.ones((6, 8))
+X, T = ones(6, 8), ones(6, 8)
 RULES = rules_for(get_policy("mixed_bfloat16"))
 
 

@@ -20,8 +20,10 @@ from jaxmp._core.plan.rules import rules_for
 from jaxmp._core.plan.why import Kind
 from jaxmp.policy import get_policy
 
+from support import ones
+
 RULES = rules_for(get_policy("mixed_bfloat16"))
-X, W = jnp.ones((2, 8)), jnp.ones((8, 8))
+X, W = ones(2, 8), ones(8, 8)
 
 
 def planned(jaxpr: Any, *passes: Pass) -> Plan:

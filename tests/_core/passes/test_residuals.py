@@ -28,7 +28,7 @@ SAVE, AGAIN_POLICY = "mixed_bfloat16", "mixed_bfloat16,residuals=recompute"
 ROWS, WIDTH = 32, 16
 
 
-W, X = gaussian(0, WIDTH, WIDTH) / 4, gaussian(1, ROWS, WIDTH)
+W, X = gaussian(0, WIDTH, WIDTH, scale=1 / 4), gaussian(1, ROWS, WIDTH)
 MESH = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
 
 

@@ -20,9 +20,9 @@ from support import autocast_without, iter_eqns, slow_when
 
 ROWS, SEQUENCE, WIDTH, CLASSES = 4, 8, 16, 32
 _rng = np.random.default_rng(0)
-W = jnp.asarray(_rng.normal(size=(WIDTH, CLASSES)), jnp.float32)
-X = jnp.asarray(_rng.normal(size=(ROWS, SEQUENCE, WIDTH)), jnp.float32)
-LABELS = jnp.asarray(_rng.integers(0, CLASSES, (ROWS, SEQUENCE)))
+W = jax.device_put(_rng.normal(size=(WIDTH, CLASSES)))
+X = jax.device_put(_rng.normal(size=(ROWS, SEQUENCE, WIDTH)))
+LABELS = jax.device_put(_rng.integers(0, CLASSES, (ROWS, SEQUENCE)))
 
 
 def along_axis(logits, labels, **mode):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -30,6 +31,8 @@ from jaxmp._core.plan.roots import OTHER, WEIGHTS, Roots
 from jaxmp._core.plan.rules import rules_for
 from jaxmp.policy import get_policy
 
+from support import ones
+
 BF16 = "mixed_bfloat16"
 NAMES = {
     CONTRACTION: "contraction",
@@ -40,7 +43,7 @@ NAMES = {
     OPERAND: "operand",
     STEEP: "steep",
 }
-X, W, B = jnp.ones((6, 8)), jnp.ones((8, 8)), jnp.ones(8)
+X, W, B = ones(6, 8), ones(8, 8), ones(8)
 
 
 def wanted(fn: Callable[..., Any], *args: Any, outs: int = FULL, policy: str = BF16) -> str:
@@ -330,7 +333,7 @@ def test_what_the_caller_wants(outs: int, fn: Callable[..., Any], expected: str)
 
 @pytest.mark.parametrize(
     "x",
-    [jnp.arange(6), X.astype(jnp.bfloat16), X > 0, X.astype(complex)],
+    [np.arange(6), *(np.ones((6, 8), dtype) for dtype in (jnp.bfloat16, bool, np.complex64))],
     ids=["integers", "16 bits", "bool", "complex"],
 )
 def test_only_float32_is_governed(x: jax.Array) -> None:

@@ -20,7 +20,7 @@ from jaxmp._core.plan import provenance
 from jaxmp._core.plan.provenance import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED
 from jaxmp.policy import get_policy
 
-from support import contraction_dtypes, gaussian, iter_eqns, jaxpr_of, primitives
+from support import contraction_dtypes, gaussian, iter_eqns, jaxpr_of, primitives, random_key
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 HALF, FULL = "bfloat16", "float32"
@@ -140,27 +140,23 @@ Rows = dict[str, tuple[Callable[..., Any], Any, str]]
 ADDED: Rows = {
     "a bias": (lambda w, x, b: (x @ w + w[0]) @ w, B, HALF),
     "weight arithmetic": (lambda w, x, b: (x @ w + jnp.exp(w[0])) @ w, B, HALF),
-    "looked up": (lambda w, x, b: (x @ w + w[b]) @ w, jnp.arange(6), HALF),
+    "looked up": (lambda w, x, b: (x @ w + w[b]) @ w, np.arange(6), HALF),
     "data by feature": (lambda w, x, b: (x @ w + b) @ w, B, FULL),
     "data": (lambda w, x, b: (x @ w + b) @ w, X, FULL),
-    "one number": (lambda w, x, b: (x @ w + b) @ w, jnp.float32(3), FULL),
+    "one number": (lambda w, x, b: (x @ w + b) @ w, jax.device_put(np.float32(3)), FULL),
     "a small constant": (lambda w, x, b: (x @ w + 0.5) @ w, B, HALF),
     "a large constant": (lambda w, x, b: (x @ w + 280.0) @ w, B, FULL),
     "computed": (lambda w, x, b: (x @ w + jnp.exp(x @ w)) @ w, B, HALF),
     "shared": (lambda w, x, b: (x @ w + jnp.exp(x @ w)[:, :1]) @ w, B, FULL),
     "a total": (lambda w, x, b: (x @ w + jnp.sum((x @ w) ** 2, -1, keepdims=True)) @ w, B, FULL),
-    "bool": (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, X > 0, HALF),
-    "integers": (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, jnp.arange(8), FULL),
-    "random": (
-        lambda w, x, b: (x @ w + jax.random.normal(b, (6, 8))) @ w,
-        jax.random.key(0),
-        FULL,
-    ),
+    "bool": (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, np.ones((6, 8), bool), HALF),
+    "integers": (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, np.arange(8), FULL),
+    "random": (lambda w, x, b: (x @ w + jax.random.normal(b, (6, 8))) @ w, random_key(0), FULL),
     "solved": (lambda w, x, b: (x @ w + jnp.linalg.inv(b)[:6]) @ w, W, FULL),
 }
 MULTIPLIED: Rows = {
     "a large constant": (lambda w, x, b: (x @ w * 280.0) @ w, B, HALF),
-    "integers": (lambda w, x, b: (x @ w * b.astype(jnp.float32)) @ w, jnp.arange(8), HALF),
+    "integers": (lambda w, x, b: (x @ w * b.astype(jnp.float32)) @ w, np.arange(8), HALF),
     "shared": (lambda w, x, b: (x @ w * jnp.exp(x @ w)[:, :1]) @ w, B, HALF),
     "data": (lambda w, x, b: (x @ w * b) @ w, B, FULL),
 }
@@ -172,7 +168,7 @@ def test_what_is_added_to_a_product_or_multiplied_with_it() -> None:
             assert dtype_of(op, fn, W, X, b) == dtype, (op, name)
 
 
-SENDERS, RECEIVERS = jnp.array([0, 0, 1, 5]), jnp.array([1, 2, 2, 3])
+SENDERS, RECEIVERS = jax.device_put((np.array([0, 0, 1, 5]), np.array([1, 2, 2, 3])))
 
 
 def received(messages: jax.Array) -> jax.Array:

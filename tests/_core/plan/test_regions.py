@@ -22,10 +22,17 @@ from jaxmp._core.plan.regions import region
 from jaxmp.policy import get_policy
 
 from constructs import BF16, F16, W, assert_bitwise, project
-from support import autocast, contraction_dtypes, explain, iter_eqns, jaxpr_of, slow_when
+from support import (
+    autocast,
+    contraction_dtypes,
+    explain,
+    gaussian,
+    iter_eqns,
+    jaxpr_of,
+    slow_when,
+)
 
-X = jax.random.normal(jax.random.key(0), (16, 8))  # more rows than geometry has
-SQUARE = X[:8]
+X, SQUARE = gaussian(0, 16, 8), gaussian(0, 8, 8)  # X has more rows than geometry has
 
 
 def product(x, w):

@@ -33,7 +33,7 @@ def weights(seed=0):
     return {k: jnp.asarray(r.normal(size=n) / np.sqrt(n[0]), jnp.float32) for k, n in sizes.items()}
 
 
-TOKENS = jnp.arange(128, dtype=jnp.int32) * 7 % 32
+TOKENS = np.arange(128, dtype=np.int32) * 7 % 32
 
 
 def mlp(p, x):

@@ -21,7 +21,7 @@ from support import slow_when
 
 FORMATS = ("int8", "int4", "float8_e4m3fn")
 POLICIES = ("float32", "mixed_bfloat16", "bfloat16")
-TOKENS = jnp.arange(12).reshape(2, 6)
+TOKENS = jax.device_put(np.arange(12).reshape(2, 6))
 
 
 class Layer(nn.Module):

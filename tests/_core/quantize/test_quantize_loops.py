@@ -10,15 +10,14 @@ import pytest
 import jaxmp
 from jaxmp._core.quantize.sink_dequantize import is_dequantizing, sink_dequantize
 
-from support import autocast, explain, iter_eqns, slow_when
+from support import autocast, explain, gaussian, iter_eqns, slow_when
 
 LAYERS, WIDTH = 6, 96
-KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {
-    "kernel": jax.random.normal(KEYS[0], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
-    "bias": jax.random.normal(KEYS[1], (LAYERS, WIDTH)) / 10,
+    "kernel": gaussian(0, LAYERS, WIDTH, WIDTH, scale=WIDTH**-0.5),
+    "bias": gaussian(1, LAYERS, WIDTH, scale=1 / 10),
 }
-X = jax.random.normal(KEYS[2], (4, WIDTH))
+X = gaussian(2, 4, WIDTH)
 STACK = 4 * PARAMS["kernel"].size  # bytes of all layers in float32
 
 
@@ -146,8 +145,8 @@ def test_a_slice_is_that_of_the_whole_weight(how):
 
 # Tables: what is looked up is dequantized, and no more, and is the same bit by bit.
 
-TABLE = jax.random.normal(jax.random.key(0), (64, 32))
-INDICES = jnp.array([[0, 5, 63], [64, -1, -70]])  # two of them are beyond the table
+TABLE = gaussian(0, 64, 32)
+INDICES = jax.device_put(np.array([[0, 5, 63], [64, -1, -70]]))  # two are beyond the table
 
 LOOKUPS = {
     "take": lambda e, t: jnp.take(e, t, axis=0),

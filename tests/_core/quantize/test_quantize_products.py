@@ -11,9 +11,8 @@ import pytest
 import jaxmp
 from jaxmp.quantized import QuantizedArray
 
-from support import autocast, explain, iter_eqns, slow_when
+from support import autocast, explain, gaussian, iter_eqns, slow_when
 
-KEYS = jax.random.split(jax.random.key(0), 3)
 SCALED_AFTER = "matmul or convolution (stored values, scaled after)"
 
 # name of the weight, its shape, the other operand's, their product
@@ -194,8 +193,8 @@ def test_layers_of_a_loop():
             axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             return nn.scan(Block, **axes, length=3)()(x, None)[0]
 
-    x = jax.random.normal(KEYS[0], (4, 32))
-    small = jaxmp.quantize(jax.jit(Model().init)(KEYS[1], x), "int8", min_size=1)
+    x = gaussian(0, 4, 32)
+    small = jaxmp.quantize(jax.jit(Model().init)(jax.random.key(1), x), "int8", min_size=1)
     apply = jaxmp.wrap(Model(), "mixed_bfloat16").apply
     found = [r for r in jaxmp.explain(apply)(small, x).rows if r.op == "dot_general"]
     assert [(r.count, r.dtype) for r in found] == [(3, "bfloat16")]

@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from support import slow_when
+from support import ones, random_key, slow_when
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
-X, Y = jnp.ones((4, 64)), jnp.ones((4, 1))
+X, Y = ones(4, 64), ones(4, 1)
 NETWORK = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(1)])
-PARAMS = jax.eval_shape(NETWORK.init, jax.random.key(0), X)
+PARAMS = jax.eval_shape(NETWORK.init, random_key(0), X)
 
 Step = Callable[..., Any]
 

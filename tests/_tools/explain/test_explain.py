@@ -22,16 +22,18 @@ from jax.extend.core import Primitive
 import jaxmp
 from jaxmp._core.plan.why import Kind
 
-from support import autocast, contraction_dtypes, explain, float16_is_slow, iter_eqns, jaxpr_of
+from support import (
+    autocast,
+    contraction_dtypes,
+    explain,
+    float16_is_slow,
+    gaussian,
+    iter_eqns,
+    jaxpr_of,
+)
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, jnp.float32)
-
-
-X, W = normal(0, 4, 8), normal(1, 8, 8)
+X, W = gaussian(0, 4, 8, scale=0.3), gaussian(1, 8, 8, scale=0.3)
 STRUCT = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
 

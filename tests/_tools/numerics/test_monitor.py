@@ -20,13 +20,13 @@ import jaxmp
 from jaxmp import dynamic_loss_scale
 from jaxmp.numerics import monitor, read_monitor
 
-from support import slow_when
+from support import ones, slow_when
 from training import OVERFLOW, NnxNet, X, assert_same, fsdp, full_state, nnx_step, train_step
 
 PARAMS = {
-    "Dense_0": {"bias": jnp.zeros(8), "kernel": jnp.ones((4, 8))},
-    "Dense_1": {"kernel": jnp.ones((8, 2))},
-    "scale": jnp.ones([]),
+    "Dense_0": {"bias": jax.device_put(np.zeros(8)), "kernel": ones(4, 8)},
+    "Dense_1": {"kernel": ones(8, 2)},
+    "scale": ones(),
 }
 SCALE = 1024.0
 
@@ -34,7 +34,7 @@ SCALE = 1024.0
 def gradients(seed=0, scale=1.0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda p: jnp.asarray((rng.normal(size=p.shape) * scale).astype(dtype)), PARAMS
+        lambda p: jax.device_put((rng.normal(size=p.shape) * scale).astype(dtype)), PARAMS
     )
 
 
@@ -43,7 +43,7 @@ def overflowing(*path, seed=0):
     inner = grads
     for key in path[:-1]:
         inner = inner[key]
-    inner[path[-1]] = jnp.full_like(inner[path[-1]], jnp.inf)
+    inner[path[-1]] = jax.device_put(np.full_like(inner[path[-1]], np.inf))
     return grads
 
 

@@ -21,10 +21,9 @@ from jaxmp._tools.numerics.capture import prepare
 from jaxmp._tools.numerics.statistics import BIAS, Measurements, Statistics, look, measure, unpack
 
 from constructs import CONSTRUCTS, data_mesh, loss_of
+from support import gaussian
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (8, 16))
-W = jax.random.normal(KEYS[1], (16, 16)) / 4
+X, W = gaussian(0, 8, 16), gaussian(1, 16, 16, scale=1 / 4)
 
 
 def measured(x: Any, reference: Any = None) -> Statistics:
@@ -78,7 +77,7 @@ def test_statistics_of_small_arrays(dtype: Any, shape: tuple[int, ...]) -> None:
 
 
 def test_statistics_of_large_arrays_know_all_of_the_extremes() -> None:
-    x = jax.random.normal(KEYS[2], (100, 700)).at[57, 333].set(1e6)
+    x = gaussian(2, 100, 700).at[57, 333].set(1e6)
     found = measured(x)
     assert found.largest == 1e6
     assert 16 * 60 <= found.sampled <= 16 * 128  # a row's last piece is shorter
@@ -216,7 +215,7 @@ def test_what_is_returned_is_measured_as_what_is_too_large_to_return() -> None:
 
         return lax.scan(body, x, jnp.stack([W, -W]))[0]
 
-    x = jax.random.normal(KEYS[2], (400, 16))
+    x = gaussian(2, 400, 16)
     small, large = (
         prepare(fn, "mixed_float16", (x,), grad=False, limit=limit) for limit in (2**30, 2**15)
     )

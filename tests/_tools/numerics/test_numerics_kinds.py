@@ -24,9 +24,9 @@ from jaxmp._tools.numerics.origins import Walk
 from jaxmp._tools.numerics.statistics import Measurements, Statistics, look, unpack
 from jaxmp._tools.numerics.survey import Loop, Site, SurveyedProgram
 
-KEYS = jax.random.split(jax.random.key(0), 2)
-X = jax.random.normal(KEYS[0], (4, 8))
-W = jax.random.normal(KEYS[1], (8, 8)) / 3
+from support import gaussian
+
+X, W = gaussian(0, 4, 8), gaussian(1, 8, 8, scale=1 / 3)
 
 
 def ops(run: numerics.Capture) -> list[str]:
@@ -197,7 +197,7 @@ def test_a_run_knows_its_policy() -> None:
 
 # What people train: NNX steps with their optimizer, on eight devices, in float64.
 
-BATCH = jax.random.normal(jax.random.key(0), (8, 16))
+BATCH = gaussian(0, 8, 16)
 
 
 class Net(nnx.Module):

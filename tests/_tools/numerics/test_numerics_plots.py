@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +13,7 @@ from jaxmp import numerics
 from jaxmp._tools.numerics import plots
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-X = jnp.array([2.0, 1e-4, 1.5e-4, 0.0], jnp.float16)
+X = jax.device_put(np.array([2.0, 1e-4, 1.5e-4, 0.0], np.float16))
 
 
 @pytest.fixture(scope="module")

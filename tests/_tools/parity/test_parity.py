@@ -18,7 +18,7 @@ import jaxmp
 from jaxmp._tools.parity.parity import prepare
 from jaxmp.testing import tolerance
 
-from support import float16_is_slow
+from support import float16_is_slow, gaussian
 
 HERE = "test_parity.py"
 
@@ -52,7 +52,7 @@ def layer(w, x, factor=1.0):
         return jnp.tanh(x @ w) * factor
 
 
-LAYER = jnp.eye(8) + 0.1, jax.random.normal(jax.random.key(0), (4, 8))
+LAYER = jax.device_put(np.eye(8) + 0.1), gaussian(0, 4, 8)
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +421,7 @@ def mlp(w, x):
     return jnp.tanh(x @ w) @ w
 
 
-MLP = jax.random.normal(jax.random.key(0), (32, 32)) / 6, jnp.cos(jnp.arange(512.0)).reshape(16, 32)
+MLP = gaussian(0, 32, 32, scale=1 / 6), jax.device_put(np.cos(np.arange(512.0)).reshape(16, 32))
 
 
 @float16_is_slow
