@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import sysconfig
@@ -45,6 +46,7 @@ SMALL: Final = llama3.ModelConfig(
     rope_theta=10_000,
     norm_eps=1e-5,
 )
+LARGE: Final = dataclasses.replace(llama3.ModelConfig.llama3p2_1b(), num_layers=4)
 LENGTH, ROWS = 128, 8
 # The variants: the format of the base, and the policy.
 VARIANTS: Final = {
@@ -110,6 +112,32 @@ def nbytes(net: nnx.Module) -> int:
     return sum(int(x.size * jax.dtypes.itemsize_bits(x.dtype)) // 8 for x in leaves)
 
 
+def compiled(stored: str | None, policy: str) -> Any:
+    """What the compiler of a TPU v5e says of a step of four layers of Llama 3.2 1B, 4 x 512."""
+
+    def make() -> Any:
+        net = adapted(llama3.Llama3(LARGE, rngs=nnx.Rngs(0)), stored, policy)
+        return net, nnx.Optimizer(net, optax.adamw(1e-3), wrt=nnx.LoRAParam)
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+
+    def step(state: Any, tokens: Any) -> Any:
+        net, optimizer = nnx.merge(graph, state)
+        batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=tokens >= 0)
+        inputs, adapters = model_input(batch), nnx.DiffState(0, nnx.LoRAParam)
+
+        def loss_fn(net: nnx.Module) -> Any:
+            logits = trained(net, inputs)[:, :-1]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=adapters)(net)
+        optimizer.update(net, grads)
+        return nnx.state((net, optimizer)), loss
+
+    tokens = jax.ShapeDtypeStruct((4, 512), jnp.int32)
+    return jaxmp.preflight(jax.jit(step, donate_argnums=0), target="tpu-v5e")(state, tokens)
+
+
 def plot(curves: dict[str, list[float]], path: Path) -> None:
     """Draws the loss curves, each the mean of ten steps."""
     from matplotlib import pyplot as plt
@@ -153,6 +181,7 @@ def gradients(net: nnx.Module, inputs: dict[str, Any]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="of the base, and of the adapters")
+    parser.add_argument("--preflight", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--plot", type=Path, help="a PNG file for the loss curves")
     args = parser.parse_args()
     base = llama3.Llama3(SMALL, rngs=nnx.Rngs(0))
@@ -180,6 +209,16 @@ def main() -> None:
     print(jaxmp.parity(trained, sampled, match={})(nets[name], first))
     if args.plot:
         plot(curves, args.plot)
+    if not args.preflight:
+        return
+    print()
+    print("| a step of 4 layers on a TPU v5e | peak MiB | arguments MiB | temporaries MiB |")
+    print("| :------------------------------ | -------: | ------------: | --------------: |")
+    for name, of in VARIANTS.items():
+        [row] = compiled(*of).policies
+        sizes = (row.peak_bytes, row.argument_bytes, row.temporary_bytes)
+        peak, arguments, temporary = (n / 2**20 for n in sizes)
+        print(f"| {name:31} | {peak:8.0f} | {arguments:13.0f} | {temporary:15.0f} |", flush=True)
 
 
 if __name__ == "__main__":

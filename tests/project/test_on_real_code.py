@@ -16,7 +16,7 @@ NEEDS = {
     "maxtext_trainer.py": ("maxtext", "--steps 3 --no-preflight"),
     "nnx_vit.py": ("BONSAI", "--epochs 1 --no-preflight"),
     "rejax_ppo.py": ("rejax", "--steps 8192 --seeds 1"),
-    "tunix_lora.py": ("tunix", "--steps 3"),
+    "tunix_lora.py": ("tunix", "--steps 3 --no-preflight"),
 }
 
 
