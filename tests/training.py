@@ -16,7 +16,10 @@ from jax.sharding import PartitionSpec
 import jaxmp
 from jaxmp import TrainState, dynamic_loss_scale
 
-from support import assert_same  # noqa: F401  # for who imports it from here
+from support import (
+    assert_same,  # noqa: F401  # for who imports it from here
+    gaussian,
+)
 
 
 class Net(nn.Module):
@@ -39,7 +42,7 @@ class FullState(TrainState):
     name: str = struct.field(pytree_node=False, default="run")
 
 
-X = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
+X = gaussian(1, 16, 4)
 OVERFLOW = jax.device_put(np.where(np.arange(64).reshape(16, 4) == 13, np.float32(1e38), X))
 
 

@@ -20,7 +20,8 @@ from jaxmp import TrainState, dynamic_loss_scale, master_weights, static_loss_sc
 from support import assert_same, numbers, run_python, slow_when
 from training import OVERFLOW, SCALED, STEP, NnxNet, X, fsdp, full_state, nnx_step, scaled
 
-BATCHES = [X, OVERFLOW, X + 0.5, X - 1, 2 * X, OVERFLOW, X, X + 1]
+_X = np.asarray(X)
+BATCHES = jax.device_put([X, OVERFLOW, _X + 0.5, _X - 1, 2 * _X, OVERFLOW, X, _X + 1])
 ADAM = optax.adam(1e-2)
 
 

@@ -63,7 +63,7 @@ def linen_loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def linen_params() -> Any:
-    return MLP().init(jax.random.key(1), X)["params"]
+    return MLP().init(jax.random.key(0), X)["params"]
 
 
 def nnx_loss(model: Deep, x: jax.Array) -> jax.Array:
