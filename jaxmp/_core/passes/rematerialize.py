@@ -5,8 +5,9 @@ Runs of steps become segments, which `execute` puts under a `jax.checkpoint` wit
 decides its own residuals: a `jax.checkpoint` of the program, a function with a `custom_vjp`, a side
 effect, a region whose policy saves. Values that cross such a place are saved, as without the
 policy. It also ends between layers, where few values cross, so that one layer is rematerialized at
-a time. The bodies of loops and of `shard_map` have segments of their own, so that one iteration is
-rematerialized at a time; so have calls with such a step inside.
+a time. From one residual sum to the next it has the second sum alone, so that equal layers are
+equal jaxprs, which JAX differentiates once. The bodies of loops and of `shard_map` have segments of
+their own, so that one iteration is rematerialized at a time; so have calls with such a step inside.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.passes.fused_attention.find import FusedAttention
 from jaxmp._core.passes.softmax_vjp import SoftmaxDot, without_attention
 from jaxmp._core.plan.plan import Plan, Segment, Step, Visit
+from jaxmp._core.plan.primitives import MOVING
 from jaxmp._core.plan.why import Residual
 from jaxmp.checkpoint_policies import long_products
+
+_SUMS = frozenset({"add", "add_any"})
 
 
 def recompute(plan: Plan) -> Plan:
@@ -45,7 +49,7 @@ def recompute(plan: Plan) -> Plan:
     for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
         where = list(run)
         if free:
-            for start, stop in _pieces(plan, where[0], where[-1] + 1, last):
+            for start, stop in _alike(plan, _pieces(plan, where[0], where[-1] + 1, last)):
                 made = [v for step in plan.steps[start:stop] for v in step.eqn.outvars]
                 read = tuple(v for v in made if last.get(v, len(whys)) >= stop)
                 segments.append(Segment(start, stop, read))
@@ -153,13 +157,46 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
             crossing |= made
         crossing = {v for v in crossing if last.get(v, stop) > i}
         keeps = contracts(eqn) and _in_segment(plan.steps[i]) == Residual.SAVED
-        kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
+        kept_anyway = keeps or eqn.primitive.name in _SUMS
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
             pieces.append((begin, i + 1))
             begin, multiplied, crossing = i + 1, False, set()
     if begin + 1 < stop or multiplied:
         pieces.append((begin, stop))
     return pieces
+
+
+def _alike(plan: Plan, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the pieces without the residual sums that they begin with, if they end at another.
+
+    Such a sum is named after the layer before, so that no two pieces that contain one are equal. A
+    single one has none to be equal to.
+    """
+    found = [(_after_sum(plan, start, stop), stop) for start, stop in pieces]
+    return found if len(set(found) - set(pieces)) > 1 else pieces
+
+
+def _after_sum(plan: Plan, start: int, stop: int) -> int:
+    """Returns where a piece that ends at a sum begins, without the residual sum it begins with.
+
+    That adds an earlier value to the result of the piece before, which may first be moved, and
+    added to a bias. The sum is saved in place of the result.
+    """
+    if start == 0 or plan.steps[stop - 1].eqn.primitive.name not in _SUMS:
+        return start
+    computed = {v for step in plan.steps[:start] for v in step.eqn.outvars}
+    result = set(plan.steps[start - 1].eqn.outvars)
+    for i, step in enumerate(plan.steps[start : stop - 1], start):
+        eqn, read = step.eqn, set(variables(step.eqn.invars))
+        if eqn.primitive.name not in _SUMS | MOVING:
+            break
+        if read.isdisjoint(result):
+            continue
+        others = map(shape_of, (read & computed) - result)
+        if eqn.primitive.name in _SUMS and shape_of(eqn.outvars[0]) in others:
+            return i + 1
+        result |= set(eqn.outvars)
+    return start
 
 
 def _little_but(var: Any, crossing: set[Any]) -> bool:

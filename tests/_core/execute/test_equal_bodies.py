@@ -198,6 +198,26 @@ def test_segments_that_are_alike_are_one_jaxpr() -> None:
     assert found[0] == found[1]
 
 
+class _Attending(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        return x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x))))
+
+
+def test_named_layers_that_are_alike_are_one_jaxpr() -> None:
+    """From one residual sum to the next, nothing is named after the layer before."""
+    tokens, found = gaussian(2, 16, 128), []
+    for count in (3, 5):
+        model = nn.Sequential([nn.LayerNorm(), *(_Attending() for _ in range(count))])
+        variables = jax.jit(model.init)(jax.random.key(0), tokens)
+        loss = jaxmp.autocast(lambda v, m=model: jnp.mean(m.apply(v, tokens) ** 2), RECOMPUTING)
+        bodies = _rematted(jax.make_jaxpr(jax.grad(loss))(variables))
+        assert len(bodies) >= 3 * count
+        found.append(len(set(map(id, bodies))))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("layer", "policy"), [(nn.remat(_Layer), BF16), (_Layer, RECOMPUTING)])
 def test_each_layer_keeps_its_name(layer: Any, policy: str) -> None:
     """In `explain`, and in the gradient: what they share has no layer's name."""
