@@ -49,8 +49,7 @@ def recompute(plan: Plan) -> Plan:
     for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
         where = list(run)
         if free:
-            for start, stop in _pieces(plan, where[0], where[-1] + 1, last):
-                start = _after_sum(plan, start, stop)
+            for start, stop in _alike(plan, _pieces(plan, where[0], where[-1] + 1, last)):
                 made = [v for step in plan.steps[start:stop] for v in step.eqn.outvars]
                 read = tuple(v for v in made if last.get(v, len(whys)) >= stop)
                 segments.append(Segment(start, stop, read))
@@ -167,12 +166,21 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
     return pieces
 
 
-def _after_sum(plan: Plan, start: int, stop: int) -> int:
-    """Returns where a segment begins: after the residual sum it begins with, if it ends at another.
+def _alike(plan: Plan, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the pieces without the residual sums that they begin with, if they end at another.
 
-    The sum adds an earlier value to the result of the segment before, which may first be moved, and
-    added to a bias. It is saved in place of that result; and it is named after another layer, so
-    that no two segments that contain one are equal.
+    Such a sum is named after the layer before, so that no two pieces that contain one are equal. A
+    single one has none to be equal to.
+    """
+    found = [(_after_sum(plan, start, stop), stop) for start, stop in pieces]
+    return found if len(set(found) - set(pieces)) > 1 else pieces
+
+
+def _after_sum(plan: Plan, start: int, stop: int) -> int:
+    """Returns where a piece that ends at a sum begins, without the residual sum it begins with.
+
+    That adds an earlier value to the result of the piece before, which may first be moved, and
+    added to a bias. The sum is saved in place of the result.
     """
     if start == 0 or plan.steps[stop - 1].eqn.primitive.name not in _SUMS:
         return start
