@@ -186,6 +186,8 @@ def test_it_runs(command, tmp_path):
     words = list(command.words[1:])
     if "module:function" in words:
         pytest.skip("a placeholder")
+    if command.folder == "examples/recipes":
+        pytest.skip("it needs what its page installs: see test_on_real_code.py")
     folder = ROOT / command.folder if command.folder != "." else tmp_path
     if words[0].endswith(".py"):
         words[0] = str(ROOT / command.program)
