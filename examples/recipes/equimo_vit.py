@@ -12,6 +12,7 @@ be there. Nothing of equimo is changed.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ import jmp
 import numpy as np
 import optax
 from equimo.vision.models.vit import VisionTransformer
+from shown import plot, print_compiled
 from sklearn.datasets import load_digits
 
 import jaxmp
@@ -138,30 +140,10 @@ def main() -> None:
             row = f"| {name:7} | {seed:4} | {losses[0]:10.4f} | {losses[-1]:9.4f} "
             print(f"{row}| {accuracy:8.1%} |", flush=True)
     if args.plot:
-        from matplotlib import pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-        for (name, several), style in zip(curves.items(), ("C0-", "C1--", "C2:"), strict=True):
-            for seed, losses in enumerate(several):
-                axes.semilogy(
-                    range(1, len(losses) + 1), losses, style, label=None if seed else name
-                )
-        axes.set(xlabel="epoch", ylabel="loss")
-        axes.legend()
-        figure.savefig(args.plot, dpi=150)
-    if not args.preflight:
-        return
-    print()
-    print("| a step on a TPU v5e | peak MiB | temporaries MiB | GB moved | Mcycles |")
-    print("| :------------------ | -------: | --------------: | -------: | ------: |")
-    for name, loss in VARIANTS.items():
-        [row] = compiled(loss).policies
-        peak, temporary = (n / 2**20 for n in (row.peak_bytes, row.temporary_bytes))
-        moved, cycles = row.bytes_accessed / 1e9, row.program.cycles / 1e6
-        print(
-            f"| {name:19} | {peak:8.0f} | {temporary:15.0f} | {moved:8.2f} | {cycles:7.1f} |",
-            flush=True,
-        )
+        plot(curves, args.plot, x="epoch", log=True)
+    if args.preflight:
+        steps = {name: functools.partial(compiled, loss) for name, loss in VARIANTS.items()}
+        print_compiled("a step on a TPU v5e", steps)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
+from shown import means_of_ten, plot, print_compiled
 
 import jaxmp
 
@@ -166,19 +167,6 @@ def compiled(dtype: str, policy: str | None) -> Any:
     return jaxmp.preflight(jax.jit(step, donate_argnums=0), target="tpu-v5e")(state, batch)
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Draws the loss curves, each the mean of ten steps."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for (name, losses), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-        means = np.asarray(losses)[: len(losses) // 10 * 10].reshape(-1, 10).mean(1)
-        axes.plot(10 * np.arange(1, len(means) + 1), means, style, label=name)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -197,19 +185,11 @@ def main() -> None:
         row = f"| {name:23} | {curves[name][0]:10.4f} | {last:9.4f} | {report.verdict()} |"
         print(row, flush=True)
     if args.plot:
-        plot(curves, args.plot)
-    if not args.preflight:
-        return
-    print()
-    print("| a step on a TPU v5e     | peak MiB | temporaries MiB | GB moved | Mcycles |")
-    print("| :---------------------- | -------: | --------------: | -------: | ------: |")
-    for name, of in VARIANTS.items():
-        with contextlib.redirect_stdout(sys.stderr):
-            [row] = compiled(*of).policies
-        peak, temporary = (n / 2**20 for n in (row.peak_bytes, row.temporary_bytes))
-        moved, cycles = row.bytes_accessed / 1e9, row.program.cycles / 1e6
-        row = f"| {name:23} | {peak:8.0f} | {temporary:15.0f} | {moved:8.2f} | {cycles:7.1f} |"
-        print(row, flush=True)
+        means = {name: means_of_ten(losses) for name, losses in curves.items()}
+        plot(means, args.plot, steps=10, y="loss (nats a byte)")
+    if args.preflight:
+        steps = {name: functools.partial(compiled, *of) for name, of in VARIANTS.items()}
+        print_compiled("a step on a TPU v5e", steps)
 
 
 if __name__ == "__main__":

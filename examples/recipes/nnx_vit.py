@@ -12,6 +12,7 @@ compiled for a TPU v5e, which need not be there. Nothing of bonsai is changed.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 import optax
 from bonsai.models.vit.modeling import ModelConfig, ViTClassificationModel
 from flax import nnx
+from shown import plot, print_compiled
 from sklearn.datasets import load_digits
 
 import jaxmp
@@ -104,18 +106,6 @@ def compiled(policy: str) -> Any:
     return jaxmp.preflight(program, target="tpu-v5e")(state, images, labels)
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Draws the loss curves."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for (name, losses), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-        axes.semilogy(range(1, len(losses) + 1), losses, style, label=name)
-    axes.set(xlabel="epoch", ylabel="loss")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
@@ -144,20 +134,10 @@ def main() -> None:
         row = f"| {policy:14} | {losses[0]:10.4f} | {losses[-1]:9.4f} | {right.mean():8.1%} "
         print(f"{row}| {report.verdict()} |", flush=True)
     if args.plot:
-        plot(curves, args.plot)
-    if not args.preflight:
-        return
-    print()
-    print("| a step of ViT-B on a TPU v5e | peak MiB | temporaries MiB | GB moved | Mcycles |")
-    print("| :--------------------------- | -------: | --------------: | -------: | ------: |")
-    for policy in POLICIES[:2]:
-        [row] = compiled(policy).policies
-        peak, temporary = (n / 2**20 for n in (row.peak_bytes, row.temporary_bytes))
-        moved, cycles = row.bytes_accessed / 1e9, row.program.cycles / 1e6
-        print(
-            f"| {policy:28} | {peak:8.0f} | {temporary:15.0f} | {moved:8.2f} | {cycles:7.1f} |",
-            flush=True,
-        )
+        plot(curves, args.plot, x="epoch", log=True)
+    if args.preflight:
+        steps = {policy: functools.partial(compiled, policy) for policy in POLICIES[:2]}
+        print_compiled("a step of ViT-B on a TPU v5e", steps)
 
 
 if __name__ == "__main__":

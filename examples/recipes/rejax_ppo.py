@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import rejax
+from shown import plot
 
 import jaxmp
 
@@ -55,20 +56,6 @@ def returns(environment: str, policy: str, seeds: int, steps: int) -> np.ndarray
     return np.asarray(found).mean(-1)
 
 
-def plot(curves: dict[str, np.ndarray], steps: int, path: Path) -> None:
-    """Draws the return of each seed by the steps of the environment."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for (policy, seeds), style in zip(curves.items(), ("C0-", "C1--"), strict=True):
-        for seed, curve in enumerate(seeds):
-            at = np.arange(len(curve)) * steps / (len(curve) - 1)
-            axes.plot(at, curve, style, label=None if seed else policy)
-    axes.set(xlabel="steps of the environment", ylabel="return of an episode")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--environment", default="CartPole-v1")
@@ -86,7 +73,9 @@ def main() -> None:
             row = f"| {policy:14} | {seed:4} | {first:12.1f} | {half:8.1f} | {last:11.1f} |"
             print(row, flush=True)
     if args.plot:
-        plot(curves, args.steps, args.plot)
+        each = args.steps / (len(curve) - 1)
+        labels = {"x": "steps of the environment", "y": "return of an episode"}
+        plot(curves, args.plot, steps=each, first=0, **labels)
 
 
 if __name__ == "__main__":

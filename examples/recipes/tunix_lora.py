@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import sysconfig
@@ -30,6 +31,7 @@ import numpy as np
 import optax
 import qwix
 from flax import nnx
+from shown import means_of_ten, plot, print_compiled
 from tunix.models.llama3 import model as llama3
 from tunix.sft import peft_trainer
 
@@ -138,19 +140,6 @@ def compiled(stored: str | None, policy: str) -> Any:
     return jaxmp.preflight(jax.jit(step, donate_argnums=0), target="tpu-v5e")(state, tokens)
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Draws the loss curves, each the mean of ten steps."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for (name, losses), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-        means = np.asarray(losses)[: len(losses) // 10 * 10].reshape(-1, 10).mean(1)
-        axes.plot(10 * np.arange(1, len(means) + 1), means, style, label=name)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def sampled(net: nnx.Module, inputs: dict[str, Any]) -> Any:
     """The logits as tunix's sampler computes them: a token a step, from a cache."""
     tokens = inputs["input_tokens"]
@@ -208,17 +197,11 @@ def main() -> None:
     print("\nthe last one's logits, as the trainer and as the sampler computes them:")
     print(jaxmp.parity(trained, sampled, match={})(nets[name], first))
     if args.plot:
-        plot(curves, args.plot)
-    if not args.preflight:
-        return
-    print()
-    print("| a step of 4 layers on a TPU v5e | peak MiB | arguments MiB | temporaries MiB |")
-    print("| :------------------------------ | -------: | ------------: | --------------: |")
-    for name, of in VARIANTS.items():
-        [row] = compiled(*of).policies
-        sizes = (row.peak_bytes, row.argument_bytes, row.temporary_bytes)
-        peak, arguments, temporary = (n / 2**20 for n in sizes)
-        print(f"| {name:31} | {peak:8.0f} | {arguments:13.0f} | {temporary:15.0f} |", flush=True)
+        means = {name: means_of_ten(losses) for name, losses in curves.items()}
+        plot(means, args.plot, steps=10, y="loss (nats a byte)")
+    if args.preflight:
+        steps = {name: functools.partial(compiled, *of) for name, of in VARIANTS.items()}
+        print_compiled("a step of 4 layers on a TPU v5e", steps)
 
 
 if __name__ == "__main__":
