@@ -52,7 +52,8 @@ apply = MODEL.apply  # one object: states of the same program have the same stru
 
 @functools.cache
 def _variables():
-    return jax.jit(MODEL.init)(jax.random.key(0), X)
+    with jax.ensure_compile_time_eval():  # the first to ask may be tracing
+        return jax.jit(MODEL.init)(jax.random.key(0), X)
 
 
 def full_state(tx, policy=None):
