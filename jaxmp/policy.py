@@ -75,7 +75,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,
         where XLA rematerializes much by itself. It has no effect where the program has a
         `jax.checkpoint` of its own; it cannot see one around the transformed function, which is not
-        needed. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs.
+        needed. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs. Under both, a
+        `jaxmp.QuantizedArray` that a product reads is saved as it is stored.
       attention: What computes attention: None, the program's own operations; or "fused", the kernel
         of the default device (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
         saves no array of scores; "fused@gpu-h100" is another chip's. It sums in another order

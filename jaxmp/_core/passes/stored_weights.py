@@ -1,25 +1,31 @@
-"""Products with quantized weights, scaled after they are summed: a pass over a plan.
+"""Products with quantized weights: two passes over a plan.
 
-The values then enter the product as they are stored, a cast that XLA fuses into it on every chip. A
-scale multiplied before it does not fuse on GPUs, where the whole weight is written in 16 bits
-first. And it is more accurate: 8-bit values are exact in every 16-bit dtype, their multiples not.
+Where a weight's scale can be multiplied after the sums, it is: the values then enter the product as
+they are stored, a cast that XLA fuses into it on every chip. A scale multiplied before it does not
+fuse on GPUs, where the whole weight is written in 16 bits first. And it is more accurate: 8-bit
+values are exact in every 16-bit dtype, their multiples not.
+
+For the backward pass every weight is saved as it is stored, and dequantized there again. On GPUs a
+barrier keeps XLA from saving what it computed before; on TPUs it decides by itself, and a barrier
+was seen to cost a fifth of a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core.execute.bind import Dot
+from jaxmp._core.execute.bind import Dot, contract, low_of
 from jaxmp._core.execute.environment import Environment
 from jaxmp._core.jaxprs.attributes import explicit_sharding
 from jaxmp._core.jaxprs.compat import dtype_of, shape_of, variables
+from jaxmp._core.jaxprs.compiler_hints import no_excess_precision
 from jaxmp._core.jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
 from jaxmp._core.jaxprs.scopes import DEQUANTIZE
 from jaxmp._core.jaxprs.source import in_scope
@@ -27,6 +33,9 @@ from jaxmp._core.plan.plan import DType, Op, Plan, Step
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.plan.why import Kind
 from jaxmp._core.products.product import Sides, sums_in
+from jaxmp._core.products.scaled import Scaled, dequantize
+
+_LINEAR: Final = ("dot_general", "conv_general_dilated")
 
 
 class Stored(NamedTuple):
@@ -49,7 +58,11 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoredDot(Op):
-    """The op of a product with a weight as it is stored, scaled after the sums, in float32."""
+    """The op of a product with a weight as it is stored, scaled after the sums, in float32.
+
+    Attributes:
+      weight: the weight.
+    """
 
     weight: Stored
 
@@ -64,11 +77,45 @@ class StoredDot(Op):
         return [*super().reads(step), self.weight.values, self.weight.scale]
 
 
+@dataclasses.dataclass(frozen=True)
+class DequantizedDot(StoredDot):
+    """The op of a product with a dequantized weight, dequantized again in the backward pass."""
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        order, side = self.weight.order, self.weight.side
+
+        def product(x: Any, weight: Any, *_: Any) -> Any:
+            [out] = contract(step, (x, weight) if side else (weight, x))
+            return out
+
+        def again(x: Any, values: Any, scale: Any) -> Any:
+            weight = dequantize(Scaled(values, scale))
+            weight = lax.convert_element_type(lax.transpose(weight, order), low_of(step))
+            return product(x, weight)
+
+        x, weight = env.operands(step)[:: 1 if side else -1]
+        stored = env.arrays[self.weight.values], env.arrays[self.weight.scale]
+        return [_saving_stored(product, again)(x, weight, *stored)]
+
+
 def scale_after(plan: Plan, _planner: object = None) -> Plan:
     """Returns a plan in which products read quantized weights as stored, if each sum has one scale.
 
     That is, if a weight is dequantized in the jaxpr that multiplies it.
     """
+    return _with_weights(plan, _scaled_after)
+
+
+def save_as_stored(plan: Plan, _planner: object = None) -> Plan:
+    """Returns a plan in which products save quantized weights for the backward pass as stored.
+
+    That is, if a weight is dequantized in the jaxpr that multiplies it.
+    """
+    return _with_weights(plan, _dequantized_again)
+
+
+def _with_weights(plan: Plan, with_weight: Callable[[Step, Mapping[Any, Stored]], Step]) -> Plan:
+    """Returns a plan of other steps, given the weights that are dequantized before each."""
     if not any(widens_8_bits(step.eqn) for step in plan.steps):
         return plan
     made_of: dict[Any, tuple[Any, ...]] = {}  # dequantized variable → what it is computed from
@@ -88,7 +135,7 @@ def scale_after(plan: Plan, _planner: object = None) -> Plan:
             found = stored.get(atoms[0])
         else:
             found = None
-            step = _scaled_after(step, stored)
+            step = with_weight(step, stored)
         if found is not None:
             stored[eqn.outvars[0]] = found
         steps.append(step)
@@ -106,26 +153,38 @@ def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
     return Stored(values, scale, tuple(range(len(shape))))
 
 
-def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
+def _scaled_after(step: Step, stored: Mapping[Any, Stored]) -> Step:
     """Returns a step with its weight read as stored, if it is a product that allows for that."""
-    eqn = step.eqn
-    if type(step.op) is not Dot or eqn.primitive.name != "dot_general":
+    weight = _multiplied(step, stored)
+    if weight is None or step.eqn.primitive.name != "dot_general":
         return step
+    contracted, _ = product_axes(step.eqn)
+    sizes = shape_of(step.eqn.invars[weight.side])
+    scales = [shape_of(weight.scale)[i] for i in weight.order]
+    one = all(scales[i] == 1 for i in contracted[weight.side])
+    if not one or not all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
+        return step
+    return dataclasses.replace(step, op=StoredDot(weight), why=step.why.noted(Kind.STORED))
+
+
+def _dequantized_again(step: Step, stored: Mapping[Any, Stored]) -> Step:
+    """Returns a step that saves its weight as stored, if it is a product with one."""
+    weight = _multiplied(step, stored)
+    return step if weight is None else dataclasses.replace(step, op=DequantizedDot(weight))
+
+
+def _multiplied(step: Step, stored: Mapping[Any, Stored]) -> Stored | None:
+    """Returns the weight that a product in 16 bits reads, the right one if both operands are."""
+    eqn = step.eqn
+    if type(step.op) is not Dot or eqn.primitive.name not in _LINEAR:
+        return None
     low = step.outs[0]
     if low in (None, FLOAT32) or set(step.ins) != {low} or any(map(explicit_sharding, eqn.invars)):
-        return step
-    contracted, _ = product_axes(eqn)
+        return None
     for side in (1, 0):
-        weight = stored.get(eqn.invars[side])
-        if weight is None:
-            continue
-        sizes = shape_of(eqn.invars[side])
-        scales = [shape_of(weight.scale)[i] for i in weight.order]
-        one = all(scales[i] == 1 for i in contracted[side])
-        if one and all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
-            op = StoredDot(weight._replace(side=side))
-            return dataclasses.replace(step, op=op, why=step.why.noted(Kind.STORED))
-    return step
+        if weight := stored.get(eqn.invars[side]):
+            return weight._replace(side=side)
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -141,15 +200,30 @@ def _stored_product(
         scale = sides.laid_out(lax.transpose(scale, order), side)
         return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
 
+    # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
+    tangent = functools.partial(product, sums=low)
+    # Not jitted: it would be traced once, with the source line of its first caller.
+    return _saving_stored(functools.partial(product, sums=sums_in(low)), tangent)
+
+
+def _saving_stored(product: Callable[..., Any], tangent: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a product of which the backward pass saves the weight as it is stored.
+
+    Args:
+      product: a function of an array, of what else it reads, and last a weight's values and scale.
+      tangent: its linear function of a tangent of the array, and of values and scale.
+    """
+
     @jax.custom_jvp
-    def scaled(x: Any, values: Any, scale: Any) -> Any:
-        return product(x, values, scale, sums_in(low))
+    def multiplied(*operands: Any) -> Any:
+        return product(*operands)
 
-    @scaled.defjvp
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def again(x: Any, values: Any, scale: Any) -> Any:
+        return tangent(x, no_excess_precision(values), no_excess_precision(scale))
+
+    @multiplied.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
-        x, values, scale = primals
-        out = product(x, values, scale, sums_in(low))
-        return out, product(tangents[0], values, scale, low)
+        return product(*primals), again(tangents[0], *primals[-2:])
 
-    return scaled  # not jitted: it would be traced once, with the source line of its first caller
+    return multiplied

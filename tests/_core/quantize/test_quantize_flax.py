@@ -109,6 +109,28 @@ def test_linen_computes_what_it_does_with_the_dequantized_weights(scan, fmt, pol
             assert counted.keys() == {"bfloat16" if "b" in policy else "float32"}
 
 
+@slow_when(lambda scan, fmt: scan or fmt.startswith("float8"))
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("scan", [False, True])
+def test_weights_are_saved_for_the_backward_pass_as_they_are_stored(scan, fmt):
+    """Not as 16-bit copies of the base, when what is trained is adapters."""
+    model, variables = linen(scan=scan)
+    q = small({"params": variables["params"]}, fmt)
+    run = jaxmp.wrap(model, "mixed_bfloat16").apply
+
+    def loss(added, q, stored=lambda base: base):
+        free = jax.tree.map(lambda p: p if is_quantized(p) else p + added, q, is_leaf=is_quantized)
+        return jnp.mean(jnp.square(run(stored(free), TOKENS)))
+
+    weights = [w.values for w in jax.tree.leaves(q, is_leaf=is_quantized) if is_quantized(w)]
+    saved = jax.tree.leaves(jax.eval_shape(lambda q: jax.vjp(lambda a: loss(a, q), 0.0)[1], q))
+    shapes = {tuple(sorted(w.shape)) for w in weights}  # sorted: one may be transposed
+    assert not [r for r in saved if r.dtype == jnp.bfloat16 and tuple(sorted(r.shape)) in shapes]
+    assert {r.dtype for r in saved} >= {w.dtype for w in weights}
+    grad = jax.jit(jax.grad(loss), static_argnums=2)
+    close(grad(0.0, q), grad(0.0, q, jaxmp.dequantize), bits=8)
+
+
 @pytest.mark.slow
 def test_a_frozen_dict_and_a_box_around_it():
     model = nn.Dense(16, kernel_init=nn.with_partitioning(nn.initializers.ones_init(), (None, "a")))
