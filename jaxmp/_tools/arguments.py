@@ -76,9 +76,7 @@ def mismatch(fn: Callable[..., Any], *args: Any) -> str:
 def returns_aux(fn: Callable[..., Any], args: Any) -> bool | None:
     """Returns whether a loss function returns more than the loss; None if it returns no loss."""
     traced = trace(fn, args, {})
-    out = jax.tree.unflatten(
-        traced.tree, [v.aval for v in compat.closed(traced.jaxpr).jaxpr.outvars]
-    )
+    out = traced.rebuild([v.aval for v in compat.closed(traced.jaxpr).jaxpr.outvars])
     if _is_loss(out):
         return False
     if isinstance(out, tuple) and len(out) == 2 and _is_loss(out[0]):

@@ -1,4 +1,4 @@
-"""Refuses results that are not pytrees and hold traced arrays.
+"""Refuses results that hold traced arrays where JAX does not see them.
 
 JAX notices only when such an array is used, far from the cause and without naming autocast.
 """
@@ -24,11 +24,14 @@ from jaxmp._core.jaxprs.trace import Traced, is_array
 _DEPTH = 7
 _LIMIT = 5_000  # objects looked at per result: searching a large graph is not worth its time
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, type, types.ModuleType)
+_CONTAINERS = (dict, list, tuple, type(None))
+_NO_PYTREE = "value that is not a pytree and holds a traced array"
+_AUX_DATA = "which jax.jit cannot return either: what its class does not flatten holds"
 _OPAQUE = (*_PLAIN, types.CodeType, types.FrameType, types.TracebackType)
 
 
 def with_held_tracers(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `fn` also return the tracers found in leaves of its result that are not arrays."""
+    """Makes `fn` also return the tracers found in what of its result is not arrays."""
 
     @functools.wraps(fn)
     def holding(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +41,11 @@ def with_held_tracers(fn: Callable[..., Any]) -> Callable[..., Any]:
             if not is_array(leaf) and not isinstance(leaf, _PLAIN):
                 tracers = [t for t in _tracers_in(leaf) if _can_be_returned(t)]
                 place = f"result{jax.tree_util.keystr(path)}, a {type(leaf).__qualname__},"
-                held |= {place: tracers} if tracers else {}
+                held |= {f"{_NO_PYTREE}: {place} holds": tracers} if tracers else {}
+        for node, aux in _static_data(jax.tree.structure(out)):
+            tracers = [t for t in _tracers_in(aux, 2 * _DEPTH) if _can_be_returned(t)]
+            what = f"{node.__qualname__}, {_AUX_DATA}"
+            held |= {what: tracers} if tracers else {}
         return out, held
 
     return holding
@@ -51,30 +58,44 @@ def refuse_leaked_tracers(traced: Traced, name: str) -> None:
       TypeError: if its result holds arrays of this trace where JAX does not see them. Those of an
         enclosing trace stay valid; they are constants of this one.
     """
+    _, tree = traced.structure.tree.children()
+    if not tree.num_leaves:
+        return
     jaxpr = closed(traced.jaxpr).jaxpr
-    _, held = jax.tree.unflatten(traced.tree, jaxpr.outvars)
+    held = jax.tree.unflatten(tree, jaxpr.outvars[-tree.num_leaves :])
     for place, atoms in held.items():
         for atom in atoms:
             if atom not in jaxpr.constvars:
                 raise TypeError(
-                    f"autocast: {name} returns a value that is not a pytree and holds a traced "
-                    f"array: {place} holds a {short_type(atom)}, which means nothing once {name} "
-                    "has returned. Return arrays, or pytrees of them: register the class, as with "
-                    "jax.tree_util.register_dataclass; of a function or generator, return what "
-                    "it computes."
+                    f"autocast: {name} returns a {place} a {short_type(atom)}, which means nothing "
+                    f"once {name} has returned. Return arrays, or pytrees of them: register the "
+                    "class, as with jax.tree_util.register_dataclass; of a function or generator, "
+                    "return what it computes; of a distribution, its parameters, and make it of "
+                    "these outside."
                 )
 
 
-def _tracers_in(leaf: Any) -> Iterator[Any]:
+def _static_data(tree: Any) -> Iterator[tuple[type, Any]]:
+    """Yields the class and static data of each node of other classes than Python's containers."""
+    data = tree.node_data()
+    if data is None:
+        return
+    if data[0] not in _CONTAINERS:
+        yield data
+    for child in tree.children():
+        yield from _static_data(child)
+
+
+def _tracers_in(leaf: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yields the tracers that an object refers to: attributes, closures, containers, locals."""
     seen = {id(leaf), id(vars(builtins))}
     level = [leaf]
-    for _ in range(_DEPTH):
+    for _ in range(depth):
         found = []
         for holder in level:
             if isinstance(holder, types.FunctionType):
                 seen.add(id(holder.__globals__))
-            for held in gc.get_referents(holder):
+            for held in _referents(holder):
                 if len(seen) > _LIMIT:
                     return
                 if id(held) in seen or isinstance(held, _OPAQUE):
@@ -85,6 +106,12 @@ def _tracers_in(leaf: Any) -> Iterator[Any]:
                 else:
                     found.append(held)
         level = found
+
+
+def _referents(holder: Any) -> list[Any]:
+    if isinstance(holder, jax.tree_util.PyTreeDef):
+        return [aux for _, aux in _static_data(holder)]
+    return gc.get_referents(holder)
 
 
 def _can_be_returned(tracer: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -45,9 +45,26 @@ def holds_modules(tree: Any) -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that is not traced, as a part of the tree's structure."""
+    """A value that is not traced, as a part of a tree's structure."""
 
     value: Any
+
+
+ARRAY: Final = object()
+
+
+class Structure(NamedTuple):
+    """What a call returns, without its arrays.
+
+    Attributes:
+      tree: the structure of the result.
+      leaves: its leaves; in place of arrays, `ARRAY`.
+      paths: the path of each array, as `jax.tree_util.keystr` takes it.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    paths: tuple[Any, ...]
 
 
 class Traced(NamedTuple):
@@ -56,22 +73,20 @@ class Traced(NamedTuple):
     Attributes:
       jaxpr: the closed jaxpr of a function of flat arrays.
       arrays: the arrays of the call.
-      tree: the structure of the result, static leaves included.
+      structure: what the call returns, without its arrays.
       as_written: the function of flat arrays that was traced, which returns a list of them.
     """
 
     jaxpr: Any
     arrays: list[Any]
-    tree: Any
+    structure: Structure
     as_written: Callable[..., list[Any]]
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
         """Returns the result of the call with these arrays, and with its static leaves."""
-        return jax.tree.map(
-            lambda x: x.value if isinstance(x, Static) else x,
-            jax.tree.unflatten(self.tree, outs),
-            is_leaf=lambda x: isinstance(x, Static),
-        )
+        given = iter(outs)
+        leaves = [next(given) if leaf is ARRAY else leaf for leaf in self.structure.leaves]
+        return jax.tree.unflatten(self.structure.tree, leaves)
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -83,7 +98,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
     of_list.__name__ = of_list.__qualname__ = flat.__name__
     try:
-        jaxpr, shapes = jax.make_jaxpr(of_list, return_shape=True)(arrays)
+        jaxpr, (_, static) = jax.make_jaxpr(of_list, return_shape=True)(arrays)
     except TraceContextError as error:
         error.add_note(
             "jaxmp: a function that is traced cannot change an NNX module which it closes over. "
@@ -97,9 +112,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
             "pass the value that decides as a Python number or bool, which is not traced."
         )
         raise
-    return Traced(
-        jaxpr, arrays, jax.tree.structure(shapes), lambda *arrays: jax.tree.leaves(flat(*arrays))
-    )
+    return Traced(jaxpr, arrays, static.value, lambda *arrays: flat(*arrays)[0])
 
 
 def flatten_call(
@@ -107,16 +120,21 @@ def flatten_call(
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Returns a call of `fn` as a function of its arrays, and those arrays.
 
-    The function returns the result of `fn`, with `Static` nodes in place of the static leaves.
+    The function returns the list of arrays in the result of `fn`, and the `Static` structure of it:
+    the result is not built of shapes or variables, which a class of the caller's might refuse.
     """
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, call = jax.tree.flatten((args, kwargs))
     traced = [is_array(leaf) for leaf in leaves]
 
     def flat(*arrays: Any) -> Any:
         given = iter(arrays)
         full = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
-        args, kwargs = jax.tree.unflatten(tree, full)
-        return jax.tree.map(lambda x: x if is_array(x) else Static(x), fn(*args, **kwargs))
+        args, kwargs = jax.tree.unflatten(call, full)
+        found, tree = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
+        static = tuple(ARRAY if is_array(x) else x for _, x in found)
+        out = [(path, x) for path, x in found if is_array(x)]
+        structure = Structure(tree, static, tuple(path for path, _ in out))
+        return [x for _, x in out], Static(structure)
 
     flat.__name__ = flat.__qualname__ = name_of(fn)
     return flat, [leaf for leaf, t in zip(leaves, traced, strict=True) if t]

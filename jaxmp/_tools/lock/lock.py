@@ -213,15 +213,14 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
         for path, leaf in given
     ]
     LockFollower(reader.visit).run(Place(traced.jaxpr), known)
-    outs = jax.tree.unflatten(traced.tree, [dtype_of(v) for v in traced.jaxpr.jaxpr.outvars])
-    results = jax.tree_util.tree_leaves_with_path(outs, is_leaf=lambda x: x is None)
+    outs: list[Any] = list(map(dtype_of, traced.jaxpr.jaxpr.outvars))
     return Lock(
         policy=policy,
         scaling=tuple(reader.scaling),
         arguments={_name(path[1:]): str(leaf.dtype) for path, leaf in given if _plain(leaf.dtype)},
         results={
             ("(modules)/" * path[0].idx + _name(path[1:])) or "(all)": str(dtype)
-            for path, dtype in results
+            for path, dtype in zip(traced.structure.paths, outs, strict=True)
             if _plain(dtype) and jnp.issubdtype(dtype, jnp.inexact)
         },
         operations={module: dict(kinds) for module, kinds in reader.operations.items()},

@@ -372,7 +372,6 @@ def program_of(
         for k, var in enumerate(eqn.outvars)
     }
     unknown = LayerValue("", "", "", OUTPUT, "", ())
-    tree = jax.tree.unflatten(call.tree, opened.outvars)
     results = tuple(
         dataclasses.replace(
             (None if isinstance(var, Literal) else made_by.get(var)) or unknown,
@@ -381,7 +380,7 @@ def program_of(
             shape=shape_of(var),
             layers=(),
         )
-        for path, var in jax.tree_util.tree_leaves_with_path(tree)
+        for path, var in zip(call.structure.paths, opened.outvars, strict=True)
     )
     if all(dtype_of(var) is None for var in opened.outvars):
         raise ValueError(f"{tool}: fn returns no arrays, so there is nothing to compare")

@@ -63,7 +63,7 @@ def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str)
     """
 
     def called(*args: Any) -> Any:
-        out = fn(*args)
+        out = [leaf for leaf in jax.tree.leaves(fn(*args)) if is_array(leaf)]
         leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
         return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
 
@@ -73,7 +73,8 @@ def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str)
         for x in arrays
     ]
     traced = jax.jit(flat).trace(*structs)
-    kept = _distinct(traced.jaxpr, len(jax.tree.leaves(traced.out_info[0])))
+    results, _ = traced.out_info[1].value.tree.children()
+    kept = _distinct(traced.jaxpr, results.num_leaves)
     jaxpr, callbacks = without_callbacks(traced.jaxpr)
     jaxpr = with_changed_equations(jaxpr, on_abstract_meshes)
     run = jaxpr_as_fun(jaxpr)

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxmp
+from jaxmp._tools.lock.lock import lock
+
 from constructs import BF16, CONSTRUCTS, XWV, V, W, X, assert_bitwise, assert_close
 from support import autocast, iter_eqns, jaxpr_of
 
@@ -43,6 +46,41 @@ def test_pytrees_in_and_out() -> None:
         lambda p: autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(), allow_int=True
     )(params)
     assert gradient.first.w.dtype == jnp.float32
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Distribution:
+    """A class that computes with its arrays whenever JAX makes one, as those of TFP do."""
+
+    def __init__(self, loc: Any, scale: Any) -> None:
+        self.loc, self.scale = loc, scale
+        self.precision = 1 / jnp.square(scale)
+
+    def tree_flatten_with_keys(self) -> Any:
+        key = jax.tree_util.GetAttrKey
+        return ((key("loc"), self.loc), (key("scale"), self.scale)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def test_a_result_that_is_made_of_arrays_alone() -> None:
+    """Not of shapes or variables in their place, in no tool either."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return Distribution(x @ w, 2.0), {"name": "policy"}
+
+    low = autocast(fn, BF16)
+    for run in (low, jax.jit(lambda *args: low(*args)[0])):
+        made = run(X, W)
+        made = made[0] if isinstance(made, tuple) else made
+        assert made.loc.dtype == jnp.float32
+        assert made.precision == 0.25
+    assert jaxmp.explain(low)(X, W).products() == {"bfloat16": 1}
+    assert "bfloat16" in jaxmp.audit(low)(X, W).verdict()
+    assert list(lock(low)(X, W).results) == ["0/loc"]  # a number is not an array
+    assert jaxmp.parity(fn, low)(X, W).same
 
 
 def test_static_keyword_string_and_callable_arguments() -> None:

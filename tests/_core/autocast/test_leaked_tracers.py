@@ -1,4 +1,4 @@
-"""Results that are not pytrees: refused if they hold traced arrays, else passed on."""
+"""Traced arrays where JAX does not see them are refused, other results that are no arrays not."""
 
 from __future__ import annotations
 
@@ -42,6 +42,24 @@ class Plain:
     name: str = "plain"
 
 
+@jax.tree_util.register_pytree_node_class
+class Keeping:
+    """A pytree that keeps a method of another object, as distributions of distrax do."""
+
+    def __init__(self, y):
+        self.y, self.method = y, Out([y]).method
+
+    def tree_flatten(self):
+        leaves, tree = jax.tree.flatten({"y": self.y, "method": self.method})
+        return leaves[1:], (leaves[0], tree)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        new = object.__new__(cls)
+        vars(new).update(jax.tree.unflatten(aux[1], [aux[0], *children]))
+        return new
+
+
 def calling(fn):
     return lambda: fn()
 
@@ -76,6 +94,8 @@ HOLDERS = {
     "a jitted closure": (lambda x: jax.jit(lambda: x), "PjitFunction"),
     "a generator": (generator, "a generator"),
     "a map": (lambda x: map(jnp.sin, [x]), "a map"),
+    "a method among static data": (lambda x: {"a": Keeping(x)}, "a Keeping, which jax.jit cannot"),
+    "that of an inner pytree": (lambda x: Keeping({"b": Keeping(x)}), "a Keeping, which jax.jit"),
     "a cached function": (lambda x: functools.lru_cache(lambda: x), "lru_cache"),
 }
 
