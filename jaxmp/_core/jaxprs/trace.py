@@ -10,7 +10,6 @@ changed. `jax.jit`, around all of this, caches traces.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -40,14 +39,6 @@ def name_of(fn: Callable[..., Any]) -> str:
 def holds_modules(tree: Any) -> bool:
     """Returns whether a tree holds NNX modules, Variables or random streams."""
     return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A value that is not traced, as a part of a tree's structure."""
-
-    value: Any
 
 
 ARRAY: Final = object()
@@ -91,14 +82,14 @@ class Traced(NamedTuple):
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces a call of `fn`."""
-    flat, arrays = flatten_call(fn, args, kwargs)
+    flat, arrays, returned = flatten_call(fn, args, kwargs)
 
     def of_list(arrays: list[Any]) -> Any:  # which JAX traces faster than many arguments
         return flat(*arrays)
 
     of_list.__name__ = of_list.__qualname__ = flat.__name__
     try:
-        jaxpr, (_, static) = jax.make_jaxpr(of_list, return_shape=True)(arrays)
+        jaxpr = jax.make_jaxpr(of_list)(arrays)
     except TraceContextError as error:
         error.add_note(
             "jaxmp: a function that is traced cannot change an NNX module which it closes over. "
@@ -112,29 +103,31 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
             "pass the value that decides as a Python number or bool, which is not traced."
         )
         raise
-    return Traced(jaxpr, arrays, static.value, lambda *arrays: flat(*arrays)[0])
+    return Traced(jaxpr, arrays, returned[0], flat)
 
 
 def flatten_call(
     fn: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns a call of `fn` as a function of its arrays, and those arrays.
+) -> tuple[Callable[..., list[Any]], list[Any], list[Structure]]:
+    """Returns a call of `fn` as a function of its arrays, those arrays, and what it returned last.
 
-    The function returns the list of arrays in the result of `fn`, and the `Static` structure of it:
-    the result is not built of shapes or variables, which a class of the caller's might refuse.
+    The function returns the list of arrays in the result of `fn`, and puts the structure of that
+    into the other list. So no result is built of shapes, which a class of the caller's may refuse;
+    and no structure, of which each is another to JAX, enters its caches.
     """
+    returned: list[Structure] = []
     leaves, call = jax.tree.flatten((args, kwargs))
     traced = [is_array(leaf) for leaf in leaves]
 
-    def flat(*arrays: Any) -> Any:
+    def flat(*arrays: Any) -> list[Any]:
         given = iter(arrays)
         full = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
         args, kwargs = jax.tree.unflatten(call, full)
         found, tree = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
         static = tuple(ARRAY if is_array(x) else x for _, x in found)
         out = [(path, x) for path, x in found if is_array(x)]
-        structure = Structure(tree, static, tuple(path for path, _ in out))
-        return [x for _, x in out], Static(structure)
+        returned[:] = [Structure(tree, static, tuple(path for path, _ in out))]
+        return [x for _, x in out]
 
     flat.__name__ = flat.__qualname__ = name_of(fn)
-    return flat, [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
+    return flat, [leaf for leaf, t in zip(leaves, traced, strict=True) if t], returned

@@ -67,13 +67,13 @@ def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str)
         leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
         return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
 
-    flat, arrays = flatten_call(called, args, {})
+    flat, arrays, returned = flatten_call(called, args, {})
     structs = [
         jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
         for x in arrays
     ]
     traced = jax.jit(flat).trace(*structs)
-    results, _ = traced.out_info[1].value.tree.children()
+    results, _ = returned[0].tree.children()
     kept = _distinct(traced.jaxpr, results.num_leaves)
     jaxpr, callbacks = without_callbacks(traced.jaxpr)
     jaxpr = with_changed_equations(jaxpr, on_abstract_meshes)
