@@ -48,7 +48,7 @@ from jaxmp.recipes import parse_recipe
 import aot
 
 TARGETS = tuple(name for name in chips() if name.startswith("tpu") and name != "tpu-v4")
-FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8")
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int8")
 RECIPES = ("float8", "e4m3@row", "int8", "e4m3:e5m2:e5m2")
 
 # (target, recipe) -> the most that an FFN 4096/16384 may take of bfloat16's cycles.
@@ -120,7 +120,7 @@ def show_products(target: str, size: int) -> None:
         full = product(target, size, "bfloat16", axes)
         for dtype in FORMATS:
             ratio = product(target, size, dtype, axes) / full
-            print(f"{target:8} product{name} {dtype:14} {ratio:.3f} x bfloat16", flush=True)
+            print(f"{target:8} product{name} {dtype:18} {ratio:.3f} x bfloat16", flush=True)
 
 
 def show_passes(target: str, size: int) -> None:

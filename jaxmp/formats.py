@@ -74,7 +74,9 @@ class Format(NamedTuple):
 
 
 # By the names that are printed. OFP8: Micikevicius et al., "FP8 Formats for Deep Learning" (2022);
-# e2m1: OCP Microscaling Formats (MX) Specification 1.0 (2023). jmp calls float32 "full".
+# e2m1: OCP Microscaling Formats (MX) Specification 1.0 (2023). The fnuz formats, which have no
+# infinity and no negative zero: Noune et al., "8-bit Numerical Formats for Deep Neural Networks"
+# (2022); e4m3b11 is that with an exponent bias of 11. jmp calls float32 "full".
 ALL_FORMATS: Final = {
     f.short: f
     for f in (
@@ -84,6 +86,9 @@ ALL_FORMATS: Final = {
         Format("float64", "f64", ("fp64",)),
         Format("float8_e4m3fn", "e4m3", ("e4m3fn", "float8_e4m3", "float8", "fp8", "f8")),
         Format("float8_e5m2", "e5m2"),
+        Format("float8_e4m3b11fnuz", "e4m3b11", ("e4m3b11fnuz",)),
+        Format("float8_e4m3fnuz", "e4m3fnuz"),
+        Format("float8_e5m2fnuz", "e5m2fnuz"),
         Format("float4_e2m1fn", "e2m1"),
         Format("int8", "int8", ("i8",)),
         Format("int4", "int4", ("i4",)),

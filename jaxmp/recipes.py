@@ -38,7 +38,12 @@ __all__ = [
 
 
 # The formats that products multiply in, by the names that recipes print.
-FORMATS: Final = {s: ALL_FORMATS[s] for s in ("e4m3", "e5m2", "int8", "bf16", "f16", "f32")}
+_FLOAT8 = ("e4m3", "e5m2", "e4m3b11", "e4m3fnuz", "e5m2fnuz")
+FORMATS: Final = {s: ALL_FORMATS[s] for s in (*_FLOAT8, "int8", "bf16", "f16", "f32")}
+# What the weights multiply a gradient of a format with, where they are in 16 bits forward.
+_WITH: Final = {"e5m2": "e4m3", "e5m2fnuz": "e4m3fnuz"}
+# A float8 for weights and activations → that for gradients which is multiplied with it.
+_GRADIENTS: Final = {"e4m3": "e5m2", "e4m3b11": "e5m2", "e4m3fnuz": "e5m2fnuz"}
 _NAMES_OF_FORMATS: Final = {name for fmt in FORMATS.values() for name in fmt.names}
 
 # The part of an operand that shares one scale:
@@ -89,10 +94,10 @@ class Recipe:
             if why:
                 raise ValueError(f"products: {field} is {short!r} {why}")
             both = FORMATS[self.forward].scaled and FORMATS[short].scaled
-            if both and (short == "int8") != (self.forward == "int8"):
+            if both and short not in (self.forward, _GRADIENTS.get(self.forward)):
                 raise ValueError(
                     f"products: {field} is {short!r} and forward {self.forward!r}, and nothing "
-                    f"multiplies integers with floats; say {field}={self.forward!r} or 'bf16'"
+                    f"multiplies the two; say {field}={self.forward!r} or 'bf16'"
                 )
 
     @property
@@ -113,7 +118,7 @@ class Recipe:
         """
         if FORMATS[self.forward].scaled:
             return self.forward
-        return "int8" if gradient == "int8" else "e4m3"
+        return _WITH.get(gradient, gradient)
 
     @property
     def quantizes(self) -> bool:
@@ -135,15 +140,15 @@ def _refused(short: str, field: str, granularity: str) -> str:
             f"with granularity {granularity!r}: what one scale covers spans too much for 8 "
             "integer bits; use granularity='row'"
         )
-    if short == "e5m2" and granularity in ("block", "mx"):
+    if short in _FLOAT8[1:] and granularity in ("block", "mx"):
         return (
             f"with granularity {granularity!r}: blocks are e4m3 throughout, since training "
             "diverges with e5m2 gradients in them"
         )
-    if short == "e5m2" and field == "forward":
+    if short in _WITH and field == "forward":
         return (
-            "where two bits of fraction lose more than the range gains; use 'e4m3', and 'e5m2' "
-            "for gradients alone"
+            f"where two bits of fraction lose more than the range gains; use {_WITH[short]!r}, "
+            f"and {short!r} for gradients alone"
         )
     return ""
 
@@ -158,9 +163,10 @@ def products(
     """Returns a recipe: the format of each of a layer's three products.
 
     Args:
-      forward: ``"e4m3"``, ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name of it.
+      forward: ``"e4m3"``, ``"e4m3b11"`` (which TPU v5e, v5p and v6e multiply), ``"e4m3fnuz"`` (AMD
+        MI300), ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name of it.
       grad_input: the format of the product that gives the gradient of the input; `forward` if None.
-        Here ``"e5m2"`` may stand as well.
+        Here ``"e5m2"`` may stand as well, with ``"e4m3fnuz"`` it is ``"e5m2fnuz"``.
       grad_weight: the format of the product that gives the gradient of the weights; `grad_input` if
         None.
       granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"block"`` (1 x 128 of

@@ -15,7 +15,14 @@ from jaxmp._core.products.product import ScaledProduct, Sides
 from jaxmp.recipes import FORMATS
 
 DENSE = (((1,), (0,)), ((), ()))
-NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
+NUMPY = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3b11": ml_dtypes.float8_e4m3b11fnuz,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "int8": np.int8,
+}
 TINY = np.finfo(np.float32).tiny
 
 

@@ -11,7 +11,8 @@ from jaxmp.dtypes import DTYPE_NAMES, dtype_name, parse_format
 from jaxmp.formats import ALL_FORMATS
 
 # Bits, bits of the fraction, the smallest number and the largest one: IEEE 754, and the tables of
-# OFP8 (https://arxiv.org/abs/2209.05433) and of OCP's Microscaling Formats 1.0.
+# OFP8 (https://arxiv.org/abs/2209.05433), of OCP's Microscaling Formats 1.0, and of "8-bit Numerical
+# Formats for Deep Neural Networks" (https://arxiv.org/abs/2206.02915).
 HOLDS = {
     "bf16": (16, 7, 2.0**-133, (2 - 2.0**-7) * 2.0**127),
     "f16": (16, 10, 2.0**-24, 65504.0),
@@ -19,6 +20,9 @@ HOLDS = {
     "f64": (64, 52, 2.0**-1074, np.finfo(np.float64).max),
     "e4m3": (8, 3, 2.0**-9, 448.0),
     "e5m2": (8, 2, 2.0**-16, 57344.0),
+    "e4m3b11": (8, 3, 2.0**-13, 30.0),
+    "e4m3fnuz": (8, 3, 2.0**-10, 240.0),
+    "e5m2fnuz": (8, 2, 2.0**-17, 57344.0),
     "e2m1": (4, 1, 0.5, 6.0),
     "int8": (8, 0, 1.0, 127.0),
     "int4": (4, 0, 1.0, 7.0),

@@ -223,13 +223,13 @@ def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cas
 
 def keys_of(recipe: Recipe, product: str) -> tuple[str, ...]:
     """Returns the keys in a chip's figures of a recipe's operands in a product; () is 16 bits."""
-    fmt, forward = FORMATS[recipe.formats[product]], FORMATS[recipe.forward]
+    fmt = FORMATS[recipe.formats[product]]
     if not fmt.scaled:
         return (fmt.name,) if fmt.bits > 16 else ()
     if recipe.granularity in ("mx", "block"):
         return (recipe.granularity,)
-    # Backward, the other operand is in its forward format, or in float8.
-    other = forward if forward.scaled else FORMATS["e4m3"]
+    # Backward, the other operand is in its forward format, or in one that goes with the gradient's.
+    other = FORMATS[recipe.operand_of(fmt.short)]
     return tuple(dict.fromkeys((fmt.name, other.name)))
 
 

@@ -58,6 +58,9 @@ TABLE = {
     ("heavy tails", float8()): (0.040, 0.040, 0.042),
     ("heavy tails", float8("e5m2")): (0.040, 0.057, 0.057),
     ("outlier columns", float8()): (0.038, 0.038, 0.038),
+    ("normal", products("e4m3b11")): (0.038, 0.038, 0.038),
+    ("heavy tails", products("e4m3b11")): (0.040, 0.040, 0.042),
+    ("normal", products("e4m3fnuz", "e5m2fnuz")): (0.038, 0.060, 0.060),
     ("outlier columns", float8("e5m2")): (0.038, 0.060, 0.062),
 }
 # With heavy tails the largest element of a block may be most of the sum.
@@ -95,7 +98,12 @@ def test_rows_over_seven_decades_want_a_scale_each():
     assert worst_row(by_row, exact) < 0.048
 
 
-@pytest.mark.parametrize("recipe", [float8(), float8(granularity="row"), int8()], ids=str)
+OF_OTHER_CHIPS = [products("e4m3b11"), products("e4m3fnuz", "e5m2fnuz")]
+
+
+@pytest.mark.parametrize(
+    "recipe", [float8(), float8(granularity="row"), int8(), *OF_OTHER_CHIPS], ids=str
+)
 def test_the_values_are_those_of_quantized_operands(recipe):
     """Products of the oracle's quantized operands, in float64: but for the result's rounding."""
     x, w, g = operands("normal")

@@ -123,6 +123,10 @@ def test_what_is_emulated():
         (blockwise_float8(), "gpu-b200", "gpu-b200 does not multiply blocks of 1 x 128"),
         (mxfp8(), "tpu7x", "tpu7x does not multiply blocks of 32"),
         (int8(), "tpu7x", "tpu7x is not documented to multiply int8; by XLA's estimate a product"),
+        (products("e4m3b11"), "tpu-v6e", ""),
+        (products("e4m3b11", "e5m2"), "tpu-v5e", ""),
+        (products("e4m3b11"), "tpu7x", "tpu7x is not documented to multiply float8_e4m3b11fnuz"),
+        (products("e4m3fnuz"), "gpu-h100", "gpu-h100 does not multiply float8_e4m3fnuz"),
         (float8(), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
     ):
         why = why_emulated(recipe, CHIPS[name])
