@@ -37,13 +37,23 @@ __all__ = [
 ]
 
 
-# The formats that products multiply in, by the names that recipes print.
+# The formats that products multiply in, by the names that recipes print. "float8" is a role: what
+# the chip multiplies that has three bits of fraction, and e4m3 where no chip says.
 _FLOAT8 = ("e4m3", "e5m2", "e4m3b11", "e4m3fnuz", "e5m2fnuz")
-FORMATS: Final = {s: ALL_FORMATS[s] for s in (*_FLOAT8, "int8", "bf16", "f16", "f32")}
+FORMATS: Final = {
+    "float8": Format("float8_e4m3fn", "float8", ("fp8", "f8")),
+    **{s: ALL_FORMATS[s] for s in (*_FLOAT8, "int8", "bf16", "f16", "f32")},
+    "e4m3": Format("float8_e4m3fn", "e4m3", ("e4m3fn", "float8_e4m3")),
+}
 # What the weights multiply a gradient of a format with, where they are in 16 bits forward.
 _WITH: Final = {"e5m2": "e4m3", "e5m2fnuz": "e4m3fnuz"}
 # A float8 for weights and activations → that for gradients which is multiplied with it.
-_GRADIENTS: Final = {"e4m3": "e5m2", "e4m3b11": "e5m2", "e4m3fnuz": "e5m2fnuz"}
+_GRADIENTS: Final = {
+    "float8": "e5m2",
+    "e4m3": "e5m2",
+    "e4m3b11": "e5m2",
+    "e4m3fnuz": "e5m2fnuz",
+}
 _NAMES_OF_FORMATS: Final = {name for fmt in FORMATS.values() for name in fmt.names}
 
 # The part of an operand that shares one scale:
@@ -120,6 +130,19 @@ class Recipe:
             return self.forward
         return _WITH.get(gradient, gradient)
 
+    def with_float8(self, short: str) -> Recipe:
+        """Returns the recipe with a chip's format, a key of `FORMATS`, in place of ``"float8"``.
+
+        Example:
+          >>> str(float8("e5m2").with_float8("e4m3fnuz"))
+          'e4m3fnuz:e5m2fnuz:e5m2fnuz'
+        """
+        if "float8" not in self.formats.values():
+            return self
+        of = {"float8": short, "e5m2": _GRADIENTS[short]}
+        forward, grad_input, grad_weight = (of.get(f, f) for f in self.formats.values())
+        return Recipe(forward, grad_input, grad_weight, self.granularity)
+
     @property
     def quantizes(self) -> bool:
         """Whether any product multiplies 8-bit operands."""
@@ -154,7 +177,7 @@ def _refused(short: str, field: str, granularity: str) -> str:
 
 
 def products(
-    forward: str = "e4m3",
+    forward: str = "float8",
     grad_input: str | None = None,
     grad_weight: str | None = None,
     *,
@@ -163,8 +186,9 @@ def products(
     """Returns a recipe: the format of each of a layer's three products.
 
     Args:
-      forward: ``"e4m3"``, ``"e4m3b11"`` (which TPU v5e, v5p and v6e multiply), ``"e4m3fnuz"`` (AMD
-        MI300), ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name of it.
+      forward: ``"float8"``, that of the chip; ``"e4m3"``, ``"e4m3b11"`` (TPU v5e, v5p and v6e),
+        ``"e4m3fnuz"`` (AMD MI300), ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name
+        of it.
       grad_input: the format of the product that gives the gradient of the input; `forward` if None.
         Here ``"e5m2"`` may stand as well, with ``"e4m3fnuz"`` it is ``"e5m2fnuz"``.
       grad_weight: the format of the product that gives the gradient of the weights; `grad_input` if
@@ -189,18 +213,22 @@ def products(
     return Recipe(forward, grad_input, grad_weight, granularity)
 
 
-def float8(gradient: str = "e4m3", *, granularity: str = "tensor") -> Recipe:
-    """Returns the recipe of float8 products, with e4m3 operands.
+def float8(gradient: str = "float8", *, granularity: str = "tensor") -> Recipe:
+    """Returns the recipe of float8 products, in the format of three bits that the chip multiplies.
+
+    That is e4m3 on NVIDIA's GPUs, TPU7x and where no chip says; e4m3b11fnuz on TPU v5e, v5p and
+    v6e. The chip is this process's device, or the one that a program is traced for, as by
+    `jaxmp.preflight`. What is stored, weights and state, does not depend on it.
 
     Args:
-      gradient: the format of the gradient that comes in: ``"e4m3"`` or ``"e5m2"``.
+      gradient: the format of the gradient that comes in: ``"float8"`` or ``"e5m2"``.
       granularity: ``"tensor"``, or ``"row"`` where gradients span decades from row to row.
 
     Example:
       >>> str(float8()), str(float8("e5m2", granularity="row"))
-      ('float8', 'e4m3:e5m2:e5m2@row')
+      ('float8', 'float8:e5m2:e5m2@row')
     """
-    return products("e4m3", gradient, granularity=granularity)
+    return products("float8", gradient, granularity=granularity)
 
 
 def int8() -> Recipe:

@@ -16,6 +16,7 @@ from jaxmp.recipes import FORMATS
 
 DENSE = (((1,), (0,)), ((), ()))
 NUMPY = {
+    "float8": ml_dtypes.float8_e4m3fn,  # where no chip says
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
     "e4m3b11": ml_dtypes.float8_e4m3b11fnuz,

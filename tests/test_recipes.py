@@ -77,8 +77,11 @@ def test_strings_read_back_and_policies_keep_recipes():
 def test_names():
     for recipe, text in (
         (float8(), "float8"),
-        (float8("e5m2"), "e4m3:e5m2:e5m2"),
-        (float8(granularity="row"), "e4m3@row"),
+        (float8("e5m2"), "float8:e5m2:e5m2"),
+        (products("e4m3", "e5m2"), "e4m3:e5m2:e5m2"),
+        (products("e4m3"), "e4m3"),
+        (float8(granularity="row"), "float8@row"),
+        (products("e4m3", granularity="row"), "e4m3@row"),
         (products("e4m3b11fnuz", "e4m3b11", "bf16"), "e4m3b11:e4m3b11:bf16"),
         (products("e4m3fnuz", "e5m2fnuz"), "e4m3fnuz:e5m2fnuz:e5m2fnuz"),
         (int8(), "int8"),

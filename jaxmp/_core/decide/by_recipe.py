@@ -21,7 +21,7 @@ from jaxmp._core.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._core.products.derivative import Contraction, QuantizedDot
 from jaxmp._core.products.product import ScaledProduct, Sides
 from jaxmp._core.products.ragged import ROWS, RaggedProduct
-from jaxmp._core.speed import chip_for, fastest_recipe, pays
+from jaxmp._core.speed import chip_for, fastest_recipe, on_chip, pays
 from jaxmp.recipes import Recipe
 
 # Matrix units multiply 8-bit operands in blocks of so many: sizes must be multiples.
@@ -34,7 +34,7 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     Layers multiply in 8 bits: one operand is a weight, the other is not, and another contraction
     reads a value computed from the result (so the logits stay in 16 bits). Formats of 16 and 32
     bits are for every product. ``matmul="auto"`` stands for the fastest recipe of a chip, the one
-    it names or the default device, for the layers where that pays.
+    it names or the default device, for the layers where that pays; ``"float8"``, for its format.
     """
     eqn, values, matmul = facts.eqn, facts.values, facts.rules.policy.matmul
 
@@ -48,6 +48,7 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
         recipe, chosen = fastest_recipe(chip)
     if recipe is None:
         return skipped(Skipped(chosen, intended=True))
+    recipe = on_chip(recipe, chip or chip_for())
     reason = _refused(eqn, values, recipe.granularity)
     if reason is None and recipe.quantizes:
         reason = _no_layer(facts)

@@ -53,6 +53,7 @@ class Chip:
       transposes: whether 8-bit products take operands in one order only, so that half of them are
         transposed first (NVIDIA before compute capability 10).
       recipe: the recipe that ``matmul="auto"`` takes; empty for none.
+      float8: the format that ``"float8"`` stands for in recipes.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Chip:
     fuses: bool = False
     transposes: bool = False
     recipe: str = ""
+    float8: str = "e4m3"
 
     @property
     def sixteen_bits(self) -> str:
@@ -126,6 +128,7 @@ def chip_named(name: str) -> Chip:
         fuses=not capability,
         transposes=bool(capability) and capability < (10, 0),
         recipe=chip.get("recipe", ""),
+        float8=chip.get("float8", "e4m3"),
     )
 
 

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from jaxmp._core.speed.chip import Chip
-from jaxmp._core.speed.estimate import estimate, keys_of
+from jaxmp._core.speed.estimate import estimate, keys_of, on_chip
 from jaxmp.recipes import Recipe, parse_recipe
 
 # A recipe pays if it takes at most this share of the time in 16 bits. On GPUs estimates are within
@@ -96,6 +96,7 @@ def why_emulated(recipe: Recipe, chip: Chip) -> str:
     """
     if not chip.tflops:
         return ""
+    recipe = on_chip(recipe, chip)
     keys = [key for name in recipe.formats for key in keys_of(recipe, name)]
     missing = next((key for key in keys if not chip.multiplies(key)), None)
     if missing is None:
@@ -127,7 +128,8 @@ def warning(recipe: Recipe, chip: Chip) -> str:
         return f"{recipe} is emulated: {why}"
     if not chip.tflops:
         return ""
-    keys = {k for name in recipe.formats for k in keys_of(recipe, name) if k != "float32"}
+    there = on_chip(recipe, chip)
+    keys = {k for name in there.formats for k in keys_of(there, name) if k != "float32"}
     shares = {key: chip.share(key) for key in keys}
     if not shares or min(shares.values()) < 1:
         return ""

@@ -59,6 +59,20 @@ class StepTime(NamedTuple):
     source: str
 
 
+def on_chip(recipe: Recipe, chip: Chip) -> Recipe:
+    """Returns a recipe with the chip's format in place of ``"float8"``.
+
+    Example:
+      >>> from jaxmp._core.speed.chip import chip_named
+      >>> from jaxmp.recipes import float8
+      >>> str(on_chip(float8(), chip_named("tpu-v5e")))
+      'e4m3b11'
+      >>> on_chip(float8(), chip_named("gpu-h100")) == float8()
+      True
+    """
+    return recipe if chip.float8 == "e4m3" else recipe.with_float8(chip.float8)
+
+
 def product_seconds(chip: Chip, flops: float, share: float, moved: float) -> float:
     """Returns the seconds of products.
 
@@ -178,7 +192,7 @@ def estimate(
     Raises:
       ValueError: if no figures of the chip are known, or a size is not positive.
     """
-    sizes = Sizes(tokens, n_in, n_out)
+    sizes, recipe = Sizes(tokens, n_in, n_out), on_chip(recipe, chip)
     if not chip.tflops:
         raise ValueError(f"estimate: there are no figures for {chip.name!r}")
     if min(sizes) < 1:

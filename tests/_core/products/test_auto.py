@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmp
 from jaxmp import Policy, get_policy
+from jaxmp._core.speed import chip_named, why_emulated
+from jaxmp.devices import kind_of
+from jaxmp.recipes import parse_recipe
 
 
 class Model(nn.Module):
@@ -92,6 +97,67 @@ def test_mistakes():
         Policy("float32", "float32", "float32", matmul="auto")
     with pytest.raises(ValueError, match="'autto' names no recipe"):
         get_policy("mixed_bfloat16,matmul=autto")
+
+
+def told(chip):
+    platform = chip[:3]
+    device = jax.sharding.AbstractDevice(kind_of(chip), num_cores=None, platform=platform)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def test_float8_is_that_of_the_chip():
+    def fn(w, x):
+        return jnp.tanh(jnp.tanh(x) @ w) @ w
+
+    arrays = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((16, 64), "float32")
+    for chip, dtype in (
+        ("tpu-v5e", "float8_e4m3b11fnuz"),
+        ("tpu-v5p", "float8_e4m3b11fnuz"),
+        ("tpu-v6e", "float8_e4m3b11fnuz"),
+        ("tpu7x", "float8_e4m3fn"),
+        ("gpu-h100", "float8_e4m3fn"),
+    ):
+        for matmul, of in (("float8", dtype), ("e4m3", "float8_e4m3fn")):
+            low = jaxmp.autocast(fn, f"mixed_bfloat16,matmul={matmul}")
+            emulated = why_emulated(parse_recipe(matmul), chip_named(chip))
+            expected = pytest.warns(UserWarning, match="emulated") if emulated else nullcontext()
+            with told(chip), expected:
+                found = jaxmp.explain(low)(*arrays).products()
+                jaxpr = str(jax.make_jaxpr(low)(*arrays))
+            assert found == {of: 1, "bfloat16": 1}, (chip, matmul)
+            assert ("f8_e4m3b11fnuz" in jaxpr) == ("b11" in of)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_a_chip_with_another_float8():
+    """Nothing that is kept is in float8, and scales are powers of two."""
+    r = np.random.default_rng(0)
+    x = r.normal(size=(64, 64)).astype(np.float32)
+    params = [(r.normal(size=(64, 64)) / 8).astype(np.float32) for _ in range(3)]
+
+    def loss_fn(params, x):
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x @ params[-1] - 1))
+
+    grad_fn = jaxmp.autocast(loss_fn, "mixed_float8")
+
+    def run(*chips):
+        state = params
+        for chip in chips:
+            with told(chip):
+                step = jax.jit(jax.value_and_grad(grad_fn))
+            for _ in range(10):
+                with told(chip):
+                    loss, grads = step(state, x)
+                state = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+        return float(loss)
+
+    first = float(loss_fn(params, x))
+    losses = [run(a, b) for a in ("tpu-v5e", "gpu-h100") for b in ("tpu-v5e", "gpu-h100")]
+    assert max(losses) < 0.9 * first
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
 def test_what_a_gpu_emulates_is_warned_of_once():

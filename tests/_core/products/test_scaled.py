@@ -14,8 +14,8 @@ from jaxmp.formats import ALL_FORMATS, Format
 # The last two are in no table of jaxmp's: a row is all that they need.
 FORMATS = {
     **{short: fmt for short, fmt in ALL_FORMATS.items() if fmt.scaled},
-    "e4m3fnuz": Format("float8_e4m3fnuz", "e4m3fnuz"),
-    "e4m3b11fnuz": Format("float8_e4m3b11fnuz", "e4m3b11fnuz"),
+    "e3m4": Format("float8_e3m4", "e3m4"),
+    "IEEE e4m3": Format("float8_e4m3", "IEEE e4m3"),
 }
 LARGEST = {
     "e4m3": 448,
@@ -24,7 +24,10 @@ LARGEST = {
     "int8": 127,
     "int4": 7,
     "e4m3fnuz": 240,
-    "e4m3b11fnuz": 30,
+    "e5m2fnuz": 57344,
+    "e4m3b11": 30,
+    "e3m4": 15.5,
+    "IEEE e4m3": 240,
 }
 X = np.random.default_rng(0).standard_t(2, (48, 70)).astype(np.float32)
 BLOCKS = [(48, 70), (48, 1), (1, 70), (1, 16), (16, 32), (64, 128)]

@@ -127,7 +127,9 @@ def test_what_is_emulated():
         (products("e4m3b11", "e5m2"), "tpu-v5e", ""),
         (products("e4m3b11"), "tpu7x", "tpu7x is not documented to multiply float8_e4m3b11fnuz"),
         (products("e4m3fnuz"), "gpu-h100", "gpu-h100 does not multiply float8_e4m3fnuz"),
-        (float8(), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
+        (float8(), "tpu-v5e", ""),
+        (float8("e5m2"), "tpu-v6e", ""),
+        (products("e4m3"), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
     ):
         why = why_emulated(recipe, CHIPS[name])
         assert (said in why) if said else not why, (recipe, name)
