@@ -8,7 +8,7 @@ scale.
 Example:
   >>> import jaxmp
   >>> jaxmp.Policy("float32", "bfloat16", "float32", matmul=float8("e5m2"))
-  get_policy('mixed_bfloat16,matmul=e4m3:e5m2:e5m2')
+  get_policy('mixed_bfloat16,matmul=float8:e5m2:e5m2')
 """
 
 from __future__ import annotations
