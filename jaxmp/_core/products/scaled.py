@@ -60,7 +60,11 @@ def _values(x: Any, fmt: Format) -> Any:
         x = jnp.round(x)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity. And a quotient
     # may round to just above the largest.
-    return jnp.clip(x, -fmt.largest, fmt.largest).astype(fmt.dtype)
+    x = jnp.clip(x, -fmt.largest, fmt.largest)
+    if fmt.name.endswith("fnuz"):
+        # Where they have no negative zero there is NaN: XLA 0.10 on CPUs may convert -1e-5 to it.
+        x = jnp.where(jnp.abs(x) > fmt.step / 2, x, 0)
+    return x.astype(fmt.dtype)
 
 
 def dequantize(x: Any, dtype: Any = np.float32, block: Sequence[int] | None = None) -> Any:
