@@ -93,7 +93,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in ("forward", "grad_input", "grad_weight"):
             fmt = parse_format(getattr(self, field), FORMATS.values(), f"products: {field}")
-            object.__setattr__(self, field, fmt.short)
+            # Blocks are e4m3 on every chip.
+            role = fmt.short == "float8" and self.granularity in ("block", "mx")
+            object.__setattr__(self, field, "e4m3" if role else fmt.short)
         if self.granularity not in GRANULARITIES:
             raise ValueError(
                 f"products: granularity must be one of {', '.join(map(repr, GRANULARITIES))}; got "

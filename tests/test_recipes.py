@@ -94,6 +94,8 @@ def test_names():
         assert str(recipe) == text
         assert parse_recipe(text.upper()) == recipe
     assert products(jnp.float8_e4m3fn, np.dtype("bfloat16")) == products("e4m3", "bf16")
+    assert parse_recipe("float8@mx") == mxfp8()
+    assert parse_recipe("float8@block") == blockwise_float8()
     assert parse_recipe("float8@row") == parse_recipe("fp8@row") == float8(granularity="row")
 
 
