@@ -32,8 +32,8 @@ from jaxmp._tools.validate.validate import validate
 from jaxmp.devices import chips, describe
 
 _UNKNOWN = (
-    "no figures for it, only for TPUs and NVIDIA GPUs: name one of those with --target, of audit "
-    "and preflight"
+    "no figures for it, only for TPUs and GPUs in the table: name one of those with --target, of "
+    "audit and preflight"
 )
 _MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, step, evaluate)"
 # What the docstrings of commands name in braces: their help.

@@ -27,6 +27,8 @@ _TPU_KINDS = {
     "TPU v5": "tpu-v5p",
     "TPU v6 lite": "tpu-v6e",
     "TPU7x": "tpu7x",
+    "TPU8i": "tpu-8i",
+    "TPU8t": "tpu-8t",
 }
 
 
@@ -116,7 +118,11 @@ def kind_of(chip: str) -> str:
 def _chip_of(device: Any) -> str | None:
     if device.platform == "tpu":
         return _TPU_KINDS.get(device.device_kind)
-    words = device.device_kind.replace("-", " ").upper().split()  # "NVIDIA A100-SXM4-80GB"
-    return next(
-        (name for name in _table() if name.startswith("gpu-") and name[4:].upper() in words), None
-    )
+    gpus = [name for name in _table() if name.startswith("gpu-")]
+    said = _spaced(device.device_kind)  # "NVIDIA A100-SXM4-80GB"
+    near = [n for n in gpus if kind_of(n) == device.device_kind or _spaced(n[4:]) in said]
+    return near[0] if near else None
+
+
+def _spaced(words: str) -> str:
+    return f" {words.replace('-', ' ').upper()} "

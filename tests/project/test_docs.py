@@ -179,11 +179,13 @@ def test_the_errors_that_are_explained_are_raised():
     assert [part for part in parts if part not in text] == []
 
 
-def test_the_page_of_primitives_is_current():
-    spec = importlib.util.spec_from_file_location("primitives", DOCS / "primitives.py")
+@pytest.mark.parametrize("name", ["reference/primitives", "what_runs_where"])
+def test_pages_that_programs_write_are_current(name):
+    file = DOCS / f"{name.rpartition('/')[2]}.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    assert PAGES["reference/primitives.md"] == generator.page(), "python docs/primitives.py"
+    assert PAGES[f"{name}.md"] == generator.page(), f"python docs/{file.name}"
 
 
 # --- the reference ------------------------------------------------------------------------------

@@ -80,6 +80,26 @@ def multiplied(eqn: jex_core.JaxprEqn) -> str:
     return "*".join(sorted({str(dtype_of(v)) for v in eqn.invars[:2]}))
 
 
+# The values and scales that `jax.nn.scaled_matmul` multiplies → the name of the format.
+_BLOCKS = {
+    ("float8_e4m3fn", "float8_e8m0fnu"): "mxfp8",
+    ("float8_e5m2", "float8_e8m0fnu"): "mxfp8",
+    ("float4_e2m1fn", "float8_e8m0fnu"): "mxfp4",
+    ("float4_e2m1fn", "float8_e4m3fn"): "nvfp4",
+}
+
+
+def block_format(eqn: jex_core.JaxprEqn) -> str:
+    """Returns the format of a `jax.nn.scaled_matmul`, ``nvfp4``; empty for other equations.
+
+    Of formats that have no name, the dtypes of values and scales.
+    """
+    if eqn.primitive.name != "scaled_matmul_wrapper":
+        return ""
+    values, _, scale, _ = (str(dtype_of(v)) for v in eqn.invars)
+    return _BLOCKS.get((values, scale), f"{values} scaled by {scale}")
+
+
 def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:
     """Returns the sizes of the result's axes that only the left operand has, and only the right."""
     left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
@@ -216,8 +236,14 @@ def on_abstract_meshes(eqn: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
 def for_platform(eqn: jex_core.JaxprEqn, platform: str) -> jex_core.JaxprEqn:
     """Returns a `jax.lax.platform_dependent` with one platform's branch alone; others as they are.
 
-    As a condition of one branch, it is read, not run.
+    As a condition of one branch, it is read, not run. So is a `jax.custom_batching.custom_vmap`,
+    which becomes the call of what it computes.
     """
+    if eqn.primitive.name == "custom_vmap_call":
+        call: jex_core.JaxprEqn = eqn.replace(
+            primitive=jex_core.primitives.closed_call_p, params={"call_jaxpr": eqn.params["call"]}
+        )
+        return call
     platforms = eqn.params.get("branches_platforms")
     if not platforms:
         return eqn

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs.attributes import name_stack
 from jaxmp._core.jaxprs.compat import shape_of
-from jaxmp._core.jaxprs.equation_parameters import layout, product_axes, window
+from jaxmp._core.jaxprs.equation_parameters import block_format, layout, product_axes, window
 from jaxmp._core.jaxprs.scopes import OWN, REGION
 from jaxmp._core.jaxprs.source import plain_path
 from jaxmp._core.plan.plan import Plan
@@ -27,6 +27,13 @@ def contraction_flops(eqn: JaxprEqn) -> int:
     """
     count = _FLOPS.get(eqn.primitive.name)
     return 0 if count is None else count(eqn)
+
+
+def product_flops(eqn: JaxprEqn) -> int:
+    """Returns the FLOPs of one run of a contraction, or of `jax.nn.scaled_matmul`; else zero."""
+    if block_format(eqn):  # [batch, rows, summed]
+        return 2 * math.prod(sizes(eqn.outvars[0])) * sizes(eqn.invars[0])[-1]
+    return contraction_flops(eqn)
 
 
 # The size assumed for a symbolic dimension of `jax.export`.

@@ -17,7 +17,9 @@ _SIXTEEN_BITS = ("bfloat16", "float16")
 # A GPU that is not in the tables is taken for one that is, of the nearest lower compute capability
 # that multiplies the same formats: (least capability, chip).
 _BY_CAPABILITY = (
+    ((12, 0), "gpu-rtx-pro-6000"),
     ((11, 0), "gpu-l4"),  # no block-scaled products as in 10.0, no operand order as in 9.0
+    ((10, 3), "gpu-b300"),
     ((10, 0), "gpu-b200"),
     ((9, 0), "gpu-h100"),
     ((8, 9), "gpu-l4"),
@@ -35,8 +37,9 @@ class Chip:
       platform: ``cpu``, ``gpu`` or ``tpu``.
       tflops: the peak rate by dtype, in 10^12 operations per second. Dtypes that are missing are
         not multiplied natively.
+      compiler: what compiles for it, in JAX's word: ``tpu``, ``cuda``, ``rocm`` or ``oneapi``.
       bytes_per_second: the bandwidth of its memory.
-      link_bytes_per_second: the bandwidth to other devices, in one direction.
+      link_bytes_per_second: the bandwidth to other devices, in one direction; 0 if unknown.
       clock_hz: the clock of a TPU's estimated cycles; 0 for other chips.
       relative: the time of a product of quantized operands over the time of the same
         product in 16 bits, by dtype; ``mx`` is for block-scaled ones, where they are native. Dtypes
@@ -59,6 +62,7 @@ class Chip:
     name: str
     platform: str
     tflops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    compiler: str = ""
     bytes_per_second: float = 0.0
     link_bytes_per_second: float = 0.0
     clock_hz: float = 0.0
@@ -115,17 +119,19 @@ def chip_named(name: str) -> Chip:
     chip = known[name]
     capability = tuple(chip.get("config", {}).get("compute_capability", ()))
     per_chip = chip.get("devices_per_chip", 1)
+    is_tpu = chip["compiler"] == "tpu"
     return Chip(
         name=name,
-        platform="gpu" if capability else "tpu",
+        platform="tpu" if is_tpu else "gpu",
+        compiler=chip["compiler"],
         tflops={dtype: rate / per_chip for dtype, rate in chip["tflops"].items()},
         bytes_per_second=chip["hbm_bytes_per_second"] / per_chip,
-        link_bytes_per_second=chip["link_bytes_per_second"] / per_chip,
+        link_bytes_per_second=chip.get("link_bytes_per_second", 0.0) / per_chip,
         clock_hz=chip.get("clock_hz", 0.0),
         relative=chip.get("relative", {}),
         relative_grad_weight=chip.get("relative_grad_weight", {}),
         **chip.get("achieved", {}),
-        fuses=not capability,
+        fuses=is_tpu,
         transposes=bool(capability) and capability < (10, 0),
         recipe=chip.get("recipe", ""),
         float8=chip.get("float8", "e4m3"),

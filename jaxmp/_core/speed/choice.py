@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxmp._core.speed.chip import Chip
 from jaxmp._core.speed.estimate import estimate, keys_of, on_chip
-from jaxmp.recipes import Recipe, parse_recipe
+from jaxmp.recipes import FORMATS, Recipe, parse_recipe
 
 # A recipe pays if it takes at most this share of the time in 16 bits. On GPUs estimates are within
 # 7 % of published times for layers that keep a chip busy (`benchmarks/when_it_pays.py`); on TPUs
@@ -15,6 +15,7 @@ from jaxmp.recipes import Recipe, parse_recipe
 # smaller gain may be none.
 WORTH = {"gpu": 0.95, "tpu": 0.85}
 _BLOCKS = {"mx": "32", "block": "1 x 128"}
+_FLOAT8 = [fmt.name for fmt in FORMATS.values() if fmt.name.startswith("float8_")]
 
 
 class Gain(NamedTuple):
@@ -76,6 +77,8 @@ def fastest_recipe(chip: Chip) -> tuple[Recipe | None, str]:
             f"a product in {what} takes {chip.share(key):.2f} of the time of one in "
             f"{chip.sixteen_bits} on {chip.name}"
         )
+    if any(map(chip.multiplies, _FLOAT8)):
+        return None, f"products in float8 have not been measured on {chip.name}"
     if chip.platform == "gpu":
         return None, f"{chip.name} does not multiply float8: it would be widened to 16 bits first"
     return None, f"no 8-bit format is faster than {chip.sixteen_bits} on {chip.name}"

@@ -11,6 +11,7 @@ bits or under a recipe. Each pass over an array that quantizes it takes the time
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -103,7 +104,8 @@ def step_time(chip: Chip, work: Work) -> StepTime | None:
     """
     if not chip.tflops:
         return None
-    crossing = work.crossing_bytes / chip.link_bytes_per_second
+    link = chip.link_bytes_per_second or math.inf
+    crossing = work.crossing_bytes / link
     if work.cycles is not None and chip.clock_hz:
         return StepTime(max(work.cycles / chip.clock_hz, crossing), CYCLES)
     if not all(_has_rate(chip, part) for dtype in work.flops for part in dtype.split("*")):

@@ -15,10 +15,11 @@ from jaxmp._core.autocast.transform import watched
 from jaxmp._core.decide.by_recipe import MULTIPLE
 from jaxmp._core.execute.annotations import emulated_at, kept_at, skipped_at, unfused_at
 from jaxmp._core.jaxprs.attributes import short_type
-from jaxmp._core.jaxprs.compat import closed, dtype_of, variables
+from jaxmp._core.jaxprs.compat import closed, dtype_of, variables, with_changed_equations
+from jaxmp._core.jaxprs.equation_parameters import block_format, for_platform
 from jaxmp._core.jaxprs.place import Place
 from jaxmp._core.jaxprs.trace import is_array, trace
-from jaxmp._core.plan.flops import contraction_flops
+from jaxmp._core.plan.flops import product_flops
 from jaxmp._core.plan.parameters import read_argnums
 from jaxmp._core.plan.plan import Plan
 from jaxmp._core.plan.primitives import LOW as CONTRACTIONS
@@ -41,8 +42,8 @@ from jaxmp._tools.audit.report import (
 from jaxmp._tools.audit.rounding import Rounding
 from jaxmp._tools.audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._tools.explain.explain import planned, warn_overruled
-from jaxmp._tools.speed.target import Target, parse_target
-from jaxmp.devices import describe
+from jaxmp._tools.speed.target import Target, parse_target, told
+from jaxmp.devices import chips, describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import PolicyLike, single_policy
 
@@ -111,16 +112,22 @@ def audit(
     read_argnums("audit", argnums)
     chip = None if target is None else parse_target(target, "audit")
 
-    def audited(*args: Any, **kwargs: Any) -> PrecisionReport:
-        check_sizes("audit", args, kwargs)
-        program, overruled = on_scoped_copies(fn), ""
+    def traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        """Returns the program, and the remark that the policy is overruled."""
+        program = on_scoped_copies(fn)
         if asked is None:
-            return _report(trace(program, args, kwargs).jaxpr, chip, overruled, args, kwargs)
+            return trace(program, args, kwargs).jaxpr, ""
         plans: list[Plan] = []
         jaxpr = trace(watched(program, asked, argnums, plans.append), args, kwargs).jaxpr
         if not plans:  # the policy changes nothing, but may differ from the one in force
             plans.append(planned(program, asked, argnums, args, kwargs)[0])
-        overruled = warn_overruled("audit", plans[-1])
+        return jaxpr, warn_overruled("audit", plans[-1])
+
+    def audited(*args: Any, **kwargs: Any) -> PrecisionReport:
+        check_sizes("audit", args, kwargs)
+        jaxpr, overruled = told(chip, traced)(*args, **kwargs)
+        at = _here() if chip is None else chip
+        jaxpr = with_changed_equations(jaxpr, lambda eqn: for_platform(eqn, at.compiler))
         return _report(jaxpr, chip, overruled, args, kwargs)
 
     return audited
@@ -172,6 +179,7 @@ def _report(
 def _here() -> Target:
     """Returns the device that JAX runs on as a target, as far as the tables have it."""
     device = describe()
+    known = chips().get(device.chip or "", {})
     return Target(
         name=device.chip or f"this {device.platform}",
         platform=device.platform,
@@ -181,6 +189,8 @@ def _here() -> Target:
         hbm_bytes_per_second=device.hbm_bytes_per_second or 0,
         tflops=device.tflops,
         matrix_unit=device.matrix_unit,
+        compiler=known.get("compiler", device.platform),
+        blocks=tuple(known.get("blocks", ())),
     )
 
 
@@ -229,7 +239,7 @@ class _Auditor:
     def visit(self, seen: Observed) -> None:
         """Records an equation as an operation, and notes its findings."""
         eqn, place = seen.eqn, seen.place
-        contracts = eqn.primitive.name in CONTRACTIONS
+        contracts = eqn.primitive.name in CONTRACTIONS or bool(block_format(eqn))
         full = contracts and FLOAT32 in map(dtype_of, eqn.invars[:2])
         self.judge.has_policy |= is_ours(eqn)
         blame = self.judge.contraction(seen) if full else None
@@ -240,7 +250,7 @@ class _Auditor:
             source=place.source,
             in_dtypes=tuple(str(v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype")),
             out_dtypes=tuple(str(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype")),
-            flops=contraction_flops(eqn) * place.mean_times,
+            flops=product_flops(eqn) * place.mean_times,
             bytes=moved * place.mean_times,
             count=place.mean_times,
             backward=place.backward,
@@ -306,11 +316,10 @@ class _Auditor:
             padded = any(size % MULTIPLE for size in sizes)
             pad = f"pad it, or {FIXES['not-quantized']}" if padded else ""
             self.note("not-quantized", what, operation, fix=pad)
-        for dtype in operation.dtype.split("*"):
-            if dtype in self.emulated or not self.chip.multiplies(dtype):
-                what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
-                fix = f"multiply in {self.low}: the policy 'mixed_{self.low}'"
-                self.note("emulated", what, operation, fix=fix)
+        for dtype in self._widened(eqn, operation):
+            what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
+            fix = f"multiply in {self.low}: the policy 'mixed_{self.low}'"
+            self.note("emulated", what, operation, fix=fix)
         if not self.padded:
             return
         multiple = self._multiple({dtype_of(v) for v in eqn.invars[:2]})
@@ -320,6 +329,16 @@ class _Auditor:
             what = f"{shown}: {self.chip.name} takes sizes in multiples of {multiple}"
             fix = f"pad the dimension to a multiple of {multiple}"
             self.note("misaligned", what, operation, fix=fix)
+
+    def _widened(self, eqn: jex_core.JaxprEqn, operation: Operation) -> list[str]:
+        """Returns the formats of a product's operands that the chip widens first."""
+        chip = self.chip
+        if blocks := block_format(eqn):
+            return [] if chip.multiplies_blocks(blocks) else [blocks]
+        in_blocks = operation.emulates and chip.tflops
+        each = operation.dtype.split("*")
+        wide = [dtype for dtype in each if dtype in self.emulated or not chip.multiplies(dtype)]
+        return [f"{operation.emulates} in blocks", *wide] if in_blocks else wide
 
     def _multiple(self, dtypes: set[Any]) -> int:
         """Returns the number that the sizes of a narrow matmul should be multiples of.

@@ -33,6 +33,7 @@ from jaxmp._core.plan.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp._core.quantize.calls import holds_quantized, opening, seal
 from jaxmp._tools.explain.explanation import Explanation, Row
+from jaxmp._tools.speed.target import parse_target, told
 from jaxmp.policy import Policy, PolicyLike, get_policy, key_matches, single_policy
 
 __all__ = ["Explanation", "Row", "explain", "planned", "warn_overruled"]
@@ -44,6 +45,7 @@ def explain(
     argnums: Argnums = 0,
     *,
     only: str | None = None,
+    target: str | None = None,
 ) -> Callable[..., Explanation]:
     """Shows what `autocast(fn, policy)` would do, operation by operation, and why. Nothing runs.
 
@@ -56,6 +58,8 @@ def explain(
       only: the rows to show: "matmul" (and convolutions), a dtype such as "float32", or a module's
         path, with all that is inside it: ``"Model/Block_*/attention"``, where ``**`` stands for
         any number of modules, and the outermost may be omitted.
+      target: the chip that the program is for, as in `jaxmp.preflight`: recipes and kernels are
+        chosen by it. By default the device that JAX runs on here.
 
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
@@ -64,7 +68,8 @@ def explain(
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module.
       TypeError: if `only` is no string.
-      ValueError: if the policy is malformed; at a call, if `only` is the path of no module.
+      ValueError: if the policy is malformed, or the target unknown; at a call, if `only` is the
+        path of no module.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -79,6 +84,7 @@ def explain(
     read_argnums("explain", argnums)
     if not isinstance(only, str | None):
         raise TypeError(f"explain: only must be a string such as 'matmul'; got {only!r}.")
+    chip = None if target is None else parse_target(target, "explain")
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         plan, arrays, parameters = planned(fn, asked, argnums, args, kwargs)
@@ -97,12 +103,12 @@ def explain(
             rows = _only(rows, only)
         avals = map(jax.typeof, arrays)  # in which NumPy's float64 is JAX's float32
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        saved = functools.partial(_residual_bytes, plan, used, shapes, parameters)
+        saved = functools.partial(told(chip, _residual_bytes), plan, used, shapes, parameters)
         return Explanation(
             rows, spelt, differentiated, overruled_by, dict if differentiated else saved
         )
 
-    return explain_fn
+    return told(chip, explain_fn)
 
 
 def warn_overruled(tool: str, plan: Plan) -> str:

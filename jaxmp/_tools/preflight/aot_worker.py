@@ -48,11 +48,6 @@ def main(folder: Path) -> None:
         compile_program(folder / name, program, job)
 
 
-def lowered_for(job: dict[str, Any]) -> str:
-    """Returns JAX's name of the platform that a job's programs are lowered for."""
-    return "tpu" if job["platform"] == "tpu" else "cuda"
-
-
 def topology_devices(job: dict[str, Any]) -> list[Any]:
     """Describes the devices of the target, which are not present.
 
@@ -72,7 +67,7 @@ def topology_devices(job: dict[str, Any]) -> list[Any]:
     if job["platform"] == "tpu":
         options = {"platform": "tpu", "topology_name": job["topology"]}
     else:
-        options = {"platform": "cuda", "topology_name": "", "topology": job["topology"]}
+        options = {"platform": job["platform"], "topology_name": "", "topology": job["topology"]}
         options["target_config"] = job["config"]
     try:
         return list(topologies.get_topology_desc(**options).devices)
@@ -113,7 +108,7 @@ def compile_program(path: Path, program: Callable[[], Program], job: dict[str, A
     """Compiles what `program` returns; leaves ``path.json``, also of an error, and ``path.hlo``."""
     import jax  # noqa: PLC0415
 
-    platform = lowered_for(job)
+    platform = job["platform"]
     options = {"xla_gpu_enable_triton_gemm": False} if platform == "cuda" else {}
     try:
         run, args = program()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from jaxmp._tools.preflight.hlo_collectives import Mesh
 from jaxmp._tools.preflight.program import TracedProgram, traced_program
 from jaxmp._tools.preflight.report import Preflight
 from jaxmp._tools.preflight.size_search import sharding_of
-from jaxmp._tools.speed.target import Target
-from jaxmp.devices import chips, kind_of
+from jaxmp._tools.speed.target import Target, tracing_for
+from jaxmp.devices import chips
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -62,14 +61,14 @@ def compile_ahead(
     """
     job = _job(target, args, tuple(donate_argnums))
     tell = progress or (lambda _: None)
-    platform = aot_worker.lowered_for(job)
+    platform = target.compiler
     programs: list[TracedProgram] = []
     here: list[int] = []
     with tempfile.TemporaryDirectory(prefix="jaxmp-") as name:
         folder = Path(name)
         for i, fn in enumerate(fns):
             tell(f"tracing for {target.name}: {labels[i]} …")
-            with _tracing_for(target):
+            with tracing_for(target):
                 programs.append(traced_program(fn, args, platform))
                 exported = _export_for(target, job, programs[i], labels[i])
             if exported is None:
@@ -117,24 +116,13 @@ def _compile_here(path: Path, program: TracedProgram, job: dict[str, Any]) -> No
     aot_worker.compile_program(path, placed, job)
 
 
-def _tracing_for(target: Target) -> AbstractContextManager[Any]:
-    """Returns a context that tells the trace its target chip, for which `recipes.native` asks.
-
-    It tells nothing if there is a mesh already.
-    """
-    if jax.sharding.get_abstract_mesh().axis_names:
-        return nullcontext()
-    kind = kind_of(target.name.partition(":")[0])
-    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=target.platform)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
-    return context
-
-
 def _no_such(target: Target, said: str) -> str:
     chip, _, shape = target.name.partition(":")
     known = chips()[chip].get("topologies", [])
-    there = f" There are {', '.join(known)} and more." if known else ""
+    if not known:
+        where = "" if target.compiler == "tpu" else "; JAX's plugin loads only where such a GPU is"
+        return f"preflight: the installed compiler does not compile for {chip}: {said}{where}."
+    there = f" There are {', '.join(known)} and more."
     return f"preflight: the compiler for {chip} knows no topology {shape!r}: {said}.{there}"
 
 
@@ -145,7 +133,7 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
     given_away = {i % len(args) for i in donated}
     flags = [i in given_away for i, arg in enumerate(args) for _ in _arrays(arg)]
     job: dict[str, Any] = {
-        "platform": target.platform,
+        "platform": target.compiler,
         "topology": target.topology,
         "config": target.config,
         "donated": [i for i, flag in enumerate(flags) if flag],
@@ -178,7 +166,7 @@ def _export_for(
       ValueError: if JAX cannot lower the program, or no process can compile it.
     """
     try:
-        return _export(program, aot_worker.lowered_for(job))
+        return _export(program, target.compiler)
     except (ValueError, NotImplementedError) as error:
         if job["mesh"] is None:
             raise

@@ -28,7 +28,21 @@ from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
-_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_plugins.xla_cuda13")
+# By compiler: JAX's plugins, any of which will do, and how to install one.
+_GPU_PLUGINS = {
+    "cuda": (
+        ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_plugins.xla_cuda13"),
+        'in a clone of jaxmp run: python -m pip install -e ".[gpu-aot]"',
+    ),
+    "rocm": (
+        ("jax_rocm7_plugin", "jax_plugins.xla_rocm7"),
+        "with AMD's ROCm on this machine, run: python -m pip install 'jax[rocm7-local]'",
+    ),
+    "oneapi": (
+        ("jax_oneapi_plugin", "jax_plugins.xla_oneapi"),
+        "with Intel's GPU driver on this machine, run: python -m pip install 'jax[oneapi]'",
+    ),
+}
 
 
 class CompilerMissingError(ImportError):
@@ -200,18 +214,20 @@ def _named(policy: Any, target: Target) -> tuple[str, Policy | None]:
 
 def _check_compiler(target: Target) -> None:
     """Raises unless a target's compiler is installed; checks first what no package can fix."""
-    install = f'python -m pip install -e ".[{target.platform}-aot]"'
-    if target.platform == "tpu" and (_PYTHON < (3, 12) or jax.__version_info__ < (0, 12)):
-        raise CompilerMissingError(
-            f"preflight: compiling for {target.name} needs Python 3.12 and JAX 0.12 or newer, and "
-            f"this is Python {'.'.join(map(str, _PYTHON))} with JAX {jax.__version__}: no package "
-            f"changes that. In a new environment with both, and in a clone of jaxmp, run: {install}"
-        )
-    compilers = ("libtpu",) if target.platform == "tpu" else _GPU_PLUGINS
+    if target.platform == "gpu":
+        compilers, install = _GPU_PLUGINS[target.compiler]
+    else:
+        compilers = ("libtpu",)
+        install = 'in a clone of jaxmp run: python -m pip install -e ".[tpu-aot]"'
+        if _PYTHON < (3, 12) or jax.__version_info__ < (0, 12):
+            raise CompilerMissingError(
+                f"preflight: compiling for {target.name} needs Python 3.12 and JAX 0.12 or newer, "
+                f"and this is Python {'.'.join(map(str, _PYTHON))} with JAX {jax.__version__}: no "
+                f"package changes that. In a new environment with both, and {install}"
+            )
     if not _is_installed("flatbuffers") or not any(map(_is_installed, compilers)):
         raise CompilerMissingError(
-            f"preflight: the compiler for {target.name} is not installed; in a clone of jaxmp run: "
-            f"{install}"
+            f"preflight: the compiler for {target.name} is not installed; {install}"
         )
 
 

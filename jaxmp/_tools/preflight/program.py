@@ -13,13 +13,13 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._core.flax import is_graph_node
 from jaxmp._core.jaxprs.attributes import filled
-from jaxmp._core.jaxprs.compat import closed, shape_of, trace, with_changed_equations
+from jaxmp._core.jaxprs.compat import closed, trace, with_changed_equations
 from jaxmp._core.jaxprs.dataflow import Inside, forward
 from jaxmp._core.jaxprs.equation_parameters import for_platform, multiplied, on_abstract_meshes
 from jaxmp._core.jaxprs.place import Place
 from jaxmp._core.jaxprs.trace import flatten_call, is_array
 from jaxmp._core.jaxprs.walk import equations, walk
-from jaxmp._core.plan.flops import contraction_flops
+from jaxmp._core.plan.flops import product_flops
 from jaxmp._tools.preflight.size_search import sharding_of
 
 # Primitives that call Python, which cannot be compiled where the device is not present.
@@ -143,11 +143,7 @@ def _flops(jaxpr: Any, platform: str) -> dict[str, float]:
     flops: Counter[str] = Counter()
     for place in walk(Place(one), _inside):
         eqn = place.eqn
-        if eqn.primitive.name == "scaled_matmul_wrapper":  # of blocks: [batch, rows, summed]
-            count = 2 * math.prod(shape_of(eqn.outvars[0])) * shape_of(eqn.invars[0])[-1]
-        else:
-            count = contraction_flops(eqn)
-        if count:
+        if count := product_flops(eqn):
             flops[multiplied(eqn)] += count * place.mean_times
     return dict(flops.most_common())
 

@@ -32,19 +32,32 @@ CHIPS = {name: chip_named(name) for name in chips()}
 # What `matmul="auto"` takes.
 
 
-# What `matmul="auto"` takes on each chip.
+# What `matmul="auto"` takes on each chip: nothing where no figure was measured.
 AUTO = {
+    "gpu-v100": None,
     "gpu-t4": None,
     "gpu-l4": float8(),
     "gpu-a100": None,
     "gpu-h100": float8(),
     "gpu-h200": float8(),
     "gpu-b200": mxfp8(),
+    "gpu-gb200": mxfp8(),
+    "gpu-b300": mxfp8(),
+    "gpu-gb300": mxfp8(),
+    "gpu-rtx-pro-6000": float8(),
+    "gpu-mi300x": None,
+    "gpu-mi325x": None,
+    "gpu-mi350x": None,
+    "gpu-mi355x": None,
+    "gpu-pvc": None,
+    "gpu-bmg": None,
     "tpu-v4": None,
     "tpu-v5e": int8(),
     "tpu-v5p": int8(),
-    "tpu-v6e": int8(),
+    "tpu-v6e": float8(),
     "tpu7x": float8(),
+    "tpu-8i": None,
+    "tpu-8t": None,
 }
 
 
@@ -54,9 +67,11 @@ def test_the_recipe_of_a_chip():
         found, reason = fastest_recipe(CHIPS[name])
         assert found == recipe, name
         assert name in reason
-        if recipe is None:
+        if recipe is None and why_emulated(float8(), CHIPS[name]):
             sizes = (1024, 8192)
             assert not any(pays(float8(), CHIPS[name], 2**16, n, n).pays for n in sizes), name
+        elif recipe is None:
+            assert "have not been measured" in reason, name
         else:
             assert not warning(recipe, CHIPS[name]), name
             assert pays(recipe, CHIPS[name], 16384, 8192, 8192).pays, name
@@ -67,13 +82,16 @@ def test_the_recipe_of_a_device():
         ("gpu", "NVIDIA H100 80GB HBM3", "9.0", float8(), "gpu-h100"),
         ("gpu", "NVIDIA GH200 480GB", "9.0", float8(), "NVIDIA GH200 480GB (taken for gpu-h100)"),
         ("gpu", "NVIDIA L40S", "8.9", float8(), "NVIDIA L40S (taken for gpu-l4)"),
-        ("gpu", "NVIDIA B300", "10.3", mxfp8(), "NVIDIA B300 (taken for gpu-b200)"),
-        ("gpu", "NVIDIA GeForce RTX 5090", "12.0", float8(), "(taken for gpu-l4)"),
+        ("gpu", "NVIDIA B300", "10.3", mxfp8(), "gpu-b300"),
+        ("gpu", "NVIDIA GB200", "10.0", mxfp8(), "gpu-gb200"),
+        ("gpu", "NVIDIA Thor", "11.0", float8(), "NVIDIA Thor (taken for gpu-l4)"),
+        ("gpu", "NVIDIA GeForce RTX 5090", "12.0", float8(), "(taken for gpu-rtx-pro-6000)"),
         ("gpu", "NVIDIA A10G", "8.6", None, "NVIDIA A10G (taken for gpu-a100)"),
-        ("gpu", "Tesla V100-SXM2-16GB", "7.0", None, "(taken for gpu-t4)"),
-        ("gpu", "AMD Instinct MI300X", "gfx942", None, "AMD Instinct MI300X"),
+        ("gpu", "Tesla V100-SXM2-16GB", "7.0", None, "gpu-v100"),
+        ("gpu", "AMD Instinct MI300X", "gfx942", None, "gpu-mi300x"),
+        ("gpu", "AMD Instinct MI210", "gfx90a", None, "AMD Instinct MI210"),
         ("cpu", "cpu", None, None, "cpu"),
-        ("tpu", "TPU v6 lite", None, int8(), "tpu-v6e"),
+        ("tpu", "TPU v6 lite", None, float8(), "tpu-v6e"),
         ("tpu", "TPU v3", None, None, "TPU v3"),
     ):
         own = {"compute_capability": capability} if capability else {}
@@ -129,6 +147,12 @@ def test_what_is_emulated():
         (products("e4m3fnuz"), "gpu-h100", "gpu-h100 does not multiply float8_e4m3fnuz"),
         (float8(), "tpu-v5e", ""),
         (float8("e5m2"), "tpu-v6e", ""),
+        (float8("e5m2"), "gpu-mi300x", ""),
+        (products("e4m3"), "gpu-mi325x", "gpu-mi325x does not multiply float8_e4m3fn"),
+        (float8(), "gpu-mi355x", ""),
+        (float8(), "tpu-8t", ""),
+        (int8(), "tpu-8i", "tpu-8i does not multiply int8"),
+        (float8(), "gpu-pvc", "gpu-pvc does not multiply float8_e4m3fn"),
         (products("e4m3"), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
     ):
         why = why_emulated(recipe, CHIPS[name])
@@ -138,6 +162,7 @@ def test_what_is_emulated():
             assert not pays(recipe, CHIPS[name], 65536, 16384, 16384).pays, (recipe, name)
     said = "int8 is no faster than bfloat16 on tpu-v4: a product in int8 takes 1.00 of the time"
     assert warning(int8(), CHIPS["tpu-v4"]) == said
+    assert "no faster than bfloat16 on gpu-b300" in warning(int8(), CHIPS["gpu-b300"])
 
 
 # The estimate.
@@ -149,6 +174,8 @@ def test_more_work_for_the_same_arrays_pays_more():
         for recipe in ("float8", "e4m3@row", "int8", "mxfp8", "blockwise_float8", "e4m3/bf16"):
             each = (estimate(parse_recipe(recipe), chip, n, n, n) for n in (2048, 4096, 8192))
             ratios = [one.ratio for one in each]
+            if chip.share("int8") > 2 and recipe == "int8":  # B300: the more products, the slower
+                ratios.reverse()
             assert ratios == sorted(ratios, reverse=True), (chip.name, recipe)
     # The two operands of a gradient go by the slower format.
     mixed, one = (
@@ -280,7 +307,7 @@ def test_a_step_of_a_tpu_takes_the_cycles_that_its_compiler_estimates() -> None:
 
 def test_the_clock_of_a_tpu_is_that_of_whole_matrix_units() -> None:
     for name, chip in CHIPS.items():
-        if name.startswith("tpu"):
+        if chip.clock_hz:
             unit = chips()[name]["matrix_unit"]
             units = chip.tflops["bfloat16"] * 1e12 / chip.clock_hz / (2 * unit**2)
             assert units == pytest.approx(round(units), rel=1e-3), name

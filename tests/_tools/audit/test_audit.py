@@ -255,6 +255,15 @@ def test_what_the_chip_emulates_is_found():
         (jnp.float16, "tpu-v5e", True),
         (jnp.float8_e4m3fn, "gpu-a100", True),
         (jnp.float8_e4m3fn, "gpu-h100", False),
+        (jnp.float8_e4m3fn, "tpu-v5e", True),
+        (jnp.float8_e4m3b11fnuz, "tpu-v5e", False),
+        (jnp.float8_e4m3b11fnuz, "tpu7x", True),
+        (jnp.float8_e4m3fnuz, "gpu-h100", True),
+        (jnp.float8_e4m3fnuz, "gpu-mi300x", False),
+        (jnp.float8_e4m3fn, "gpu-mi300x", True),
+        (jnp.int8, "tpu7x", True),
+        (jnp.int8, "tpu-v6e", False),
+        (BF16, "gpu-v100", True),
         (BF16, None, False),
         (jnp.int32, "gpu-h100", False),
     ):
@@ -262,6 +271,46 @@ def test_what_the_chip_emulates_is_found():
         found = [f for f in audit(jnp.dot, target=target)(x, x).findings if f.kind == "emulated"]
         assert bool(found) == emulated, (dtype, target)
         assert all(f"natively by {target}" in f.what for f in found)
+
+
+def test_a_recipe_is_audited_in_the_format_of_the_chip():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    args = (shape(64, 64), shape(64, 64)), shape(128, 64)
+    for policy, target, dtype, emulated in (
+        ("mixed_float8", "tpu-v5e", "float8_e4m3b11fnuz", []),
+        ("mixed_float8", "tpu7x", "float8_e4m3fn", []),
+        ("mixed_float8", "gpu-mi300x", "float8_e4m3fnuz", []),
+        ("mixed_bfloat16,matmul=mxfp8", "gpu-b200", "float8_e4m3fn", []),
+        ("mixed_bfloat16,matmul=mxfp8", "gpu-h100", "bfloat16", ["float8_e4m3fn in blocks"]),
+        ("mixed_bfloat16,matmul=e4m3", "tpu-v6e", "float8_e4m3fn", ["float8_e4m3fn"]),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* is emulated: ")
+            step = jax.grad(jaxmp.autocast(loss, policy))
+            report = audit(step, target=target)(*args)
+        assert dtype in report.product_share(), (policy, target)
+        found = [f.what.partition(" is not")[0] for f in report.findings if f.kind == "emulated"]
+        assert found == emulated, (policy, target)
+        assert dtype in str(jaxmp.explain(loss, policy, target=target)(*args))
+
+
+def test_formats_with_a_scale_for_each_block_are_known():
+    """A B200 multiplies MXFP8 and NVFP4; MXFP4 is dequantized there, without a word of XLA's."""
+    for values, scale, block, target, name in (
+        (jnp.float4_e2m1fn, jnp.float8_e8m0fnu, 32, "gpu-b200", "mxfp4"),
+        (jnp.float4_e2m1fn, jnp.float8_e4m3fn, 16, "gpu-b200", ""),
+        (jnp.float8_e4m3fn, jnp.float8_e8m0fnu, 32, "gpu-b200", ""),
+        (jnp.float8_e4m3fn, jnp.float8_e8m0fnu, 32, "gpu-h100", "mxfp8"),
+        (jnp.float4_e2m1fn, jnp.float8_e8m0fnu, 32, "gpu-mi355x", ""),
+    ):
+        x, s = shape(1, 128, 128, dtype=values), shape(1, 128, 128 // block, dtype=scale)
+        report = audit(jax.nn.scaled_matmul, target=target)(x, x, s, s)
+        assert report.product_share() == {jnp.dtype(values).name: 1.0}
+        found = [f.what for f in report.findings]
+        assert len(found) == bool(name), (name, target)
+        assert all(what.startswith(f"{name} is not multiplied natively") for what in found)
 
 
 def test_a_device_that_the_tables_do_not_have_is_asked_for_its_capability(monkeypatch):

@@ -32,9 +32,10 @@ from jaxmp._tools.preflight import aot_worker, compile_ahead, size_search
 from jaxmp._tools.preflight.hlo import read_hlo
 from jaxmp._tools.preflight.hlo_collectives import Collective, sent_bytes
 from jaxmp._tools.preflight.preflight import CompilerMissingError
+from jaxmp._tools.preflight.program import traced_program
 from jaxmp._tools.preflight.report import Preflight, PreflightReport
 from jaxmp._tools.preflight.size_search import Attempt, axis_of, search
-from jaxmp._tools.speed.target import chip_names, parse_target
+from jaxmp._tools.speed.target import chip_names, parse_target, tracing_for
 from jaxmp.devices import chips, describe
 
 from models import CASES
@@ -55,7 +56,7 @@ def test_every_chip_is_described():
         target = parse_target(name)
         assert target.platform == ("gpu" if name.startswith("gpu") else "tpu"), name
         assert target.device_count >= 1, name
-        assert 2**33 < target.hbm_bytes < 2**38, name
+        assert 2**33 < target.hbm_bytes < 2**39, name
         assert 1e11 < target.hbm_bytes_per_second < 1e13, name
         assert {"float16", "bfloat16"} & target.tflops.keys(), name
         assert bool(target.config) == (target.platform == "gpu"), name
@@ -98,6 +99,13 @@ def test_devices_at_hand_are_recognized():
         ("gpu", "NVIDIA H100 80GB HBM3", "gpu-h100"),
         ("gpu", "Tesla T4", "gpu-t4"),
         ("gpu", "NVIDIA L40S", None),
+        ("tpu", "TPU8t", "tpu-8t"),
+        ("gpu", "NVIDIA GB200", "gpu-gb200"),
+        ("gpu", "NVIDIA GH200 480GB", None),
+        ("gpu", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "gpu-rtx-pro-6000"),
+        ("gpu", "NVIDIA RTX PRO 5000 Blackwell", None),
+        ("gpu", "AMD Instinct MI300X", "gpu-mi300x"),
+        ("gpu", "Intel(R) Arc(TM) B580 Graphics", "gpu-bmg"),
         ("cpu", "cpu", None),
     ):
         described = describe(SimpleNamespace(platform=platform, device_kind=kind))
@@ -297,6 +305,39 @@ def test_without_a_compiler_the_error_names_the_command(monkeypatch):
     command = r'in a clone of jaxmp run: python -m pip install -e "\.\[gpu-aot\]"$'
     with pytest.raises(CompilerMissingError, match=command):
         jaxmp.preflight(jnp.dot, target="gpu-h100")(shape(8, 8), shape(8, 8))
+
+
+def test_amd_and_intel_are_compiled_for_where_their_plugins_are():
+    for target, extra in (("gpu-mi300x", "rocm7-local"), ("gpu-pvc", "oneapi")):
+        with pytest.raises(CompilerMissingError, match=rf"'jax\[{extra}\]'"):
+            jaxmp.preflight(jnp.dot, target=target)(shape(16, 16), shape(16, 16))
+
+
+def test_programs_are_lowered_for_amd_and_intel_in_the_format_of_the_chip():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    args = (shape(32, 32), shape(32, 32)), shape(64, 32)
+    for name, policy, xla, values in (
+        ("gpu-mi300x", "mixed_float8", "ROCM", "f8E4M3FNUZ"),
+        ("gpu-mi355x", "mixed_float8", "ROCM", "f8E4M3FN"),
+        ("gpu-pvc", "mixed_int8", "SYCL", "i8"),
+    ):
+        target = parse_target(name)
+        with tracing_for(target):
+            program = traced_program(jaxmp.autocast(loss, policy), args, target.compiler)
+            exported = compile_ahead._export(program, target.compiler)
+        assert exported.platforms == (target.compiler,)
+        assert f"x{values}>" in exported.mlir_module(), name
+        assert f'platform_name: "{xla}"' in target.config
+        assert f"{target.compiler}_compute_capability {{" in target.config
+
+
+def test_a_compiler_that_lacks_a_chip_is_said_to():
+    for name, end in (("tpu-8t", "TPU 8t"), ("gpu-mi300x", "only where such a GPU is")):
+        said = compile_ahead._no_such(parse_target(name), "Invalid TPU external name: TPU 8t")
+        assert said.startswith(f"preflight: the installed compiler does not compile for {name}: ")
+        assert said.endswith(f"{end}."), said
 
 
 def test_where_libtpu_does_not_compile_nothing_is_said_to_be_missing(monkeypatch):

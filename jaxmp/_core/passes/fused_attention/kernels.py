@@ -137,7 +137,7 @@ def kernel_of(chip: Chip) -> Kernel | None:
     if chip.platform == "tpu":
         return FLASH
     # From compute capability 8.0 on, as for bfloat16.
-    return CUDNN if chip.platform == "gpu" and chip.sixteen_bits == "bfloat16" else None
+    return CUDNN if chip.compiler == "cuda" and chip.sixteen_bits == "bfloat16" else None
 
 
 def refusal(kernel: Kernel, call: KernelCall, arrays: Sequence[Any], *, varying: bool) -> str:
