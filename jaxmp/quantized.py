@@ -48,6 +48,8 @@ class QuantizedArray(AxisMetadata[Any]):
       values: int8, int4 or float8_e4m3fn, of the shape of the weight.
       scale: float32, of as many axes.
       dtype: the dtype of the weight, and of the result of `dequantize`.
+      stored: the name of the dtype that its values were made in; a part of the name of the leaf, so
+        that a checkpoint of one format is not read as another.
 
     Example:
       >>> import jaxmp
@@ -61,6 +63,12 @@ class QuantizedArray(AxisMetadata[Any]):
     values: Any
     scale: Any
     dtype: np.dtype[Any]
+    stored: str = ""
+
+    def __post_init__(self) -> None:
+        known = getattr(self.values, "dtype", None)
+        if not self.stored and known is not None:
+            object.__setattr__(self, "stored", np.dtype(known).name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,20 +123,22 @@ class QuantizedArray(AxisMetadata[Any]):
 
     # A pytree. The leaves that it is rebuilt from may be anything: tracers, shardings, None.
 
-    def tree_flatten_with_keys(self) -> tuple[Any, np.dtype[Any]]:
-        """Returns the two leaves and their names; the dtype is part of the structure."""
-        key = jax.tree_util.GetAttrKey
-        return ((key("values"), self.values), (key("scale"), self.scale)), self.dtype
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Returns the two leaves and their names; both dtypes are part of the structure."""
+        leaves, dtypes = self.tree_flatten()
+        names = f"values_{self.stored}", "scale"
+        return tuple(zip(map(jax.tree_util.GetAttrKey, names), leaves, strict=True)), dtypes
 
-    def tree_flatten(self) -> tuple[Any, np.dtype[Any]]:
-        """Returns the two leaves; the dtype is part of the structure."""
-        return (self.values, self.scale), self.dtype
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Returns the two leaves; both dtypes are part of the structure."""
+        return (self.values, self.scale), (self.dtype, self.stored)
 
     @classmethod
-    def tree_unflatten(cls, dtype: np.dtype[Any], leaves: Any) -> QuantizedArray:
+    def tree_unflatten(cls, dtypes: tuple[np.dtype[Any], str], leaves: Any) -> QuantizedArray:
         """Rebuilds the weight from the results of `tree_flatten`."""
         values, scale = leaves
-        return cls(values, scale, dtype)
+        dtype, stored = dtypes
+        return cls(values, scale, dtype, stored)
 
     # A box of Flax Linen.
 

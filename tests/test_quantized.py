@@ -43,7 +43,7 @@ def test_it_is_a_pytree_like_any_other(fmt):
     assert leaves[0] is q.values
     assert leaves[1] is q.scale
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(q)]
-    assert paths == [".values", ".scale"]
+    assert paths == [f".values_{q.stored}", ".scale"]
     assert structure == jax.tree.structure(jaxmp.quantize(2 * x, fmt, min_size=1))
     assert structure != jax.tree.structure(q.for_dtype("bfloat16"))
     assert hash(structure) == hash(jax.tree.structure(copy.deepcopy(q)))

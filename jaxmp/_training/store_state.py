@@ -54,14 +54,15 @@ class StoredState(NamedTuple):
 
     Attributes:
       key: The data of the PRNG key of the next step, uint32[2].
-      scales: For 8 bits, float32[..., blocks, ...] for each array that is stored, in their order:
-        the largest magnitudes of blocks of one axis (see `stored_array.encode`).
+      scales: By the name of an 8-bit dtype, float32[..., blocks, ...] for each array that is stored
+        in it, in their order: the largest magnitudes of blocks of one axis (see
+        `stored_array.encode`). Its name is there so that a checkpoint is not read as another dtype.
       inner_state: The state of the transformation inside, its large float arrays in the dtype that
         they are stored in.
     """
 
     key: jax.Array
-    scales: tuple[jax.Array, ...]
+    scales: dict[str, tuple[jax.Array, ...]]
     inner_state: Any
 
     def to_float32(self) -> Any:
@@ -280,9 +281,9 @@ def _warn_if_useless(made: list[Any], dtype: Any) -> None:
         )
 
 
-def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[Scaled | None]:
+def _with_scales(leaves: list[Any], scales: Any) -> list[Scaled | None]:
     """Returns each leaf with its scale, as a `Scaled`; None for those that are not stored."""
-    rest = iter(scales)
+    rest = iter(jax.tree.leaves(scales))
     return [
         Scaled(x, None if x.dtype == jnp.bfloat16 else next(rest))
         if _is_stored(x, getattr(x, "dtype", None), _DTYPES)
@@ -306,7 +307,8 @@ def _encoded(old: StoredState, new: Any, key: jax.Array) -> StoredState:
 def _state(key: jax.Array, treedef: Any, made: list[Any]) -> StoredState:
     stored = [x for x in made if isinstance(x, Scaled)]
     leaves = [x.values if isinstance(x, Scaled) else x for x in made]
-    scales = tuple(x.scale for x in stored if x.scale is not None)
+    scaled = [x for x in stored if x.scale is not None]
+    scales = {x.values.dtype.name: tuple(x.scale for x in scaled) for x in scaled[:1]}
     return StoredState(key, scales, treedef.unflatten(leaves))
 
 
@@ -325,7 +327,7 @@ def _check_inside(inner_state: Any) -> None:
 def _check_stored(state: StoredState, dtype: Any) -> None:
     """Raises unless the large arrays of a state are stored in a dtype, each with its scale."""
     fix = "tx.init(params).from_float32({}) stores it as this optimizer does."
-    scales = list(state.scales)
+    scales = jax.tree.leaves(state.scales)
     leaves = jax.tree_util.tree_leaves_with_path(state.inner_state)
     for (path, x), is_kept in zip(leaves, _kept(state.inner_state), strict=True):
         if is_kept and getattr(x, "dtype", None) != dtype:

@@ -51,6 +51,22 @@ TRANSFORMATIONS = {
 }
 
 
+def test_what_is_stored_in_one_format_is_not_read_as_another(tmp_path):
+    """Orbax casts silently: the numbers of int8 are not those of float8, whose scales differ."""
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    makes = (
+        lambda dtype: jaxmp.quantize(params, {"int8": "int8"}.get(dtype, "float8")),
+        lambda dtype: store_state(ADAM, dtype).init(params),
+    )
+    for i, make in enumerate(makes):
+        for saved, read in (("int8", "float8_e4m3fn"), ("float8_e4m3fn", "int8")):
+            path = tmp_path / f"{i}{saved}"
+            save(path, make(saved))
+            assert_same(restore(path, make(saved)), make(saved))
+            with pytest.raises(ValueError, match=f"{saved}(.|\n)*{read}|{read}(.|\n)*{saved}"):
+                restore(path, make(read))
+
+
 @slow_when(lambda name: name in ("masters", "remainders", "neither"))  # less of the same
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):

@@ -598,11 +598,15 @@ def test_foreign_states_are_refused():
         (other, ValueError, f"{at} stored in bfloat16, and this optimizer stores int8; tx.init"),
         (state._replace(scales=()), ValueError, rf"{at} int8\[64, 300\] with no scale: corrupted"),
         (
-            state._replace(scales=(state.scales[0].T, state.scales[1])),
+            state._replace(scales={"int8": (state.scales["int8"][0].T, state.scales["int8"][1])}),
             ValueError,
             rf"{at} int8\[64, 300\] with scale float32\[300, 1\]: corrupted",
         ),
-        (state._replace(scales=3 * state.scales), ValueError, "has 4 scales more than arrays"),
+        (
+            state._replace(scales={"int8": 3 * state.scales["int8"]}),
+            ValueError,
+            "has 4 scales more than arrays",
+        ),
         (
             store_state(optax.sgd(0.1, momentum=0.9), "int8").init(PARAMS),
             ValueError,
