@@ -95,7 +95,7 @@ def why_emulated(recipe: Recipe, chip: Chip) -> str:
       >>> why_emulated(float8(), chip_named("gpu-a100"))
       'gpu-a100 does not multiply float8_e4m3fn: it is widened to 16 bits first'
       >>> why_emulated(mxfp8(), chip_named("gpu-h100"))
-      'gpu-h100 does not multiply blocks of 32: they are scaled in 16 bits first'
+      'blocks of 32 are scaled in 16 bits first on gpu-h100'
     """
     if not chip.tflops:
         return ""
@@ -105,8 +105,7 @@ def why_emulated(recipe: Recipe, chip: Chip) -> str:
     if missing is None:
         return ""
     if missing in _BLOCKS:
-        blocks = _BLOCKS[missing]
-        return f"{chip.name} does not multiply blocks of {blocks}: they are scaled in 16 bits first"
+        return f"blocks of {_BLOCKS[missing]} are scaled in 16 bits first on {chip.name}"
     if missing in chip.relative:
         return (
             f"{chip.name} is not documented to multiply {missing}; by XLA's estimate a product "

@@ -34,7 +34,7 @@ def test_the_table_from_the_command_line(capsys):
     row = next(line for line in out.splitlines() if line.startswith("4096 x 16384"))
     assert row.split()[3:5] == ["1024+", "(0.67)"]
     assert row.endswith("-")
-    assert "mxfp8 is emulated: gpu-h100 does not multiply blocks of 32" in out
+    assert "mxfp8 is emulated: blocks of 32 are scaled in 16 bits first on gpu-h100" in out
     assert cli.main(["preflight", "--table", "--target", "tpu-v5e", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["auto"]["recipe"] == "int8"
