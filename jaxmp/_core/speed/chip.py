@@ -13,6 +13,10 @@ from jaxmp._core.printable import shown
 from jaxmp.devices import chips, describe
 from jaxmp.dtypes import compute_capability, default_device, did_you_mean
 
+# The abstract device that a tool traces for. JAX's own context has a mesh, too, which must be that
+# of explicitly sharded arrays.
+TOLD = jax.make_user_context(default_value=None)
+
 _SIXTEEN_BITS = ("bfloat16", "float16")
 # A GPU that is not in the tables is taken for one that is, of the nearest lower compute capability
 # that multiplies the same formats: (least capability, chip).
@@ -182,12 +186,14 @@ def traced_for() -> Any:
     block-scaled product that the GPU does not support to loops without matrix units. So it is
     decided when a program is traced: for the abstract device that JAX is given, as when compiling
     for one that is not present (``jax.sharding.AbstractMesh(abstract_device=)``), else for the
-    default device.
+    default device. A tool that is told a chip says so by `TOLD`, under any mesh.
 
     Example:
       >>> traced_for() in jax.local_devices()
       True
     """
+    if TOLD.value is not None:
+        return TOLD.value
     at_hand = default_device()
     said = jax.sharding.get_abstract_mesh().abstract_device
     if said is None or said.device_kind == at_hand.device_kind:

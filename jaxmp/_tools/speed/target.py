@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from jaxmp._core.printable import shown
+from jaxmp._core.speed.chip import TOLD
 from jaxmp.devices import chips, kind_of
 from jaxmp.dtypes import did_you_mean
 
@@ -149,10 +150,9 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
     )
 
 
-def tracing_for(target: Target) -> AbstractContextManager[Any]:
-    """Returns a context that tells the trace its chip, for which recipes and kernels ask.
-
-    It tells nothing if there is a mesh already.
+@contextlib.contextmanager
+def tracing_for(target: Target) -> Iterator[None]:
+    """Tells the trace its chip, for which recipes and kernels ask.
 
     Example:
       >>> from jaxmp._core.speed import chip_for
@@ -160,13 +160,14 @@ def tracing_for(target: Target) -> AbstractContextManager[Any]:
       ...     chip_for().float8
       'e4m3b11'
     """
-    if jax.sharding.get_abstract_mesh().axis_names:
-        return nullcontext()
     kind = kind_of(target.name.partition(":")[0])
     device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=target.platform)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
-    return context
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(TOLD(device))
+        if not jax.sharding.get_abstract_mesh().axis_names:  # JAX's kernels ask, too
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
 
 
 def told(target: Target | None, fn: Callable[P, R]) -> Callable[P, R]:

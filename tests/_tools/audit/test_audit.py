@@ -17,6 +17,8 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._core.plan.flops import contraction_flops
@@ -294,6 +296,24 @@ def test_a_recipe_is_audited_in_the_format_of_the_chip():
         found = [f.what.partition(" is not")[0] for f in report.findings if f.kind == "emulated"]
         assert found == emulated, (policy, target)
         assert dtype in str(jaxmp.explain(loss, policy, target=target)(*args))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_under_a_mesh_a_target_is_told_too(kind):
+    """JAX's own context then has the mesh of the arrays, which no other device may replace."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+    with jax.set_mesh(mesh):
+        w, x = (
+            jax.device_put(jnp.ones((64, 64)), P()),
+            jax.device_put(jnp.ones((64, 64)), P("data")),
+        )
+        step = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_float8")))
+        for target, dtype in (("tpu-v5e", "float8_e4m3b11fnuz"), ("gpu-h100", "float8_e4m3fn")):
+            assert dtype in audit(step, target=target)((w, w), x).product_share(), target
 
 
 def test_formats_with_a_scale_for_each_block_are_known():
