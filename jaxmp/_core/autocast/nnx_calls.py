@@ -134,8 +134,10 @@ def _updatable(fn: Function) -> Function:
                 "Cannot mutate a module from a different trace level: pass it as an argument"
             )
         for variable, copy in zip(variables, _variables(copies), strict=True):
-            if copy.get_raw_value() is not variable.get_raw_value():
-                variable.set_raw_value(copy.get_raw_value())  # or raises Flax's own error
+            new, old = copy.get_raw_value(), variable.get_raw_value()
+            arrays = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
+            if not all(x is y for x, y in arrays):  # a quantized weight is several
+                variable.set_raw_value(new)  # or raises Flax's own error
         return out
 
     return updatable

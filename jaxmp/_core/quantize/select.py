@@ -17,7 +17,7 @@ from jaxmp.formats import ALL_FORMATS, Format
 from jaxmp.policy import key_matches
 
 # The formats that weights are stored in.
-_STORED = (ALL_FORMATS["int8"], ALL_FORMATS["int4"], ALL_FORMATS["e4m3"])
+_STORED = tuple(ALL_FORMATS[short] for short in ("int8", "int4", "e4m3", "e2m1"))
 _stored_in = functools.partial(
     parse_format,
     known=_STORED,

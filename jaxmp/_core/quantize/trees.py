@@ -60,7 +60,8 @@ def quantize(
     Args:
       params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which
         a copy is returned. Arrays may be NumPy's, `jax.ShapeDtypeStruct`, or traced.
-      format: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``; or a mapping from patterns of paths to
+      format: ``"int8"``, ``"int4"``, ``"float8_e4m3fn"`` or ``"e2m1"`` (in blocks of 32 it is
+        MXFP4, whose scales are powers of two); or a mapping from patterns of paths to
         formats, or to None to leave weights as they are: the first that matches decides, and leaves
         that none matches stay. Patterns are those of `PolicyMap`, over the path of a leaf:
         ``"**/kernel"``, ``"encoder"``. int8 and float8 take half the memory of 16 bits; int4, with
