@@ -32,7 +32,7 @@ from jaxmp._core.products.packed import (
     unpack,
     wanted_counts,
 )
-from jaxmp._core.products.scaled import block_sizes, dequantize
+from jaxmp._core.products.scaled import Scaled, block_sizes, dequantize
 
 __all__ = ["QuantizedArray", "from_blocks", "is_quantized", "to_blocks"]
 
@@ -59,6 +59,8 @@ class QuantizedArray(AxisMetadata[Any]):
       dtype: the dtype of the weight, and of the result of `dequantize`.
       stored: the name of the dtype that its values were made in; a part of the name of the leaf, so
         that a checkpoint of one format is not read as another.
+      master: the weight that it is rounded from, while that is trained: derivatives with respect to
+        the dequantized weight are with respect to it. None otherwise.
 
     Example:
       >>> import jaxmp
@@ -73,6 +75,7 @@ class QuantizedArray(AxisMetadata[Any]):
     scale: Any
     dtype: np.dtype[Any]
     stored: str = ""
+    master: Any = None
 
     def __post_init__(self) -> None:
         known = getattr(self.values, "dtype", None)
@@ -133,21 +136,21 @@ class QuantizedArray(AxisMetadata[Any]):
     # A pytree. The leaves that it is rebuilt from may be anything: tracers, shardings, None.
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Returns the two leaves and their names; both dtypes are part of the structure."""
+        """Returns the leaves and their names; both dtypes are part of the structure."""
         leaves, dtypes = self.tree_flatten()
-        names = f"values_{self.stored}", "scale"
+        names = f"values_{self.stored}", "scale", "master"
         return tuple(zip(map(jax.tree_util.GetAttrKey, names), leaves, strict=True)), dtypes
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """Returns the two leaves; both dtypes are part of the structure."""
-        return (self.values, self.scale), (self.dtype, self.stored)
+        """Returns the leaves, two without a master; both dtypes are part of the structure."""
+        return (self.values, self.scale, self.master), (self.dtype, self.stored)
 
     @classmethod
     def tree_unflatten(cls, dtypes: tuple[np.dtype[Any], str], leaves: Any) -> QuantizedArray:
         """Rebuilds the weight from the results of `tree_flatten`."""
-        values, scale = leaves
+        values, scale, master = leaves
         dtype, stored = dtypes
-        return cls(values, scale, dtype, stored)
+        return cls(values, scale, dtype, stored, master)
 
     # A box of Flax Linen.
 
@@ -216,7 +219,22 @@ def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Arra
     """
     to = weight.dtype if dtype is None else np.dtype(dtype)
     with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTIZE):
+        if weight.master is not None:
+            master = lax.convert_element_type(weight.master, np.float32)
+            full = _straight_through(master, weight.values, weight.scale)
+            return lax.convert_element_type(full, to)
         return lax.stop_gradient(lax.convert_element_type(dequantize(weight), to))
+
+
+@jax.custom_jvp
+def _straight_through(_master: Any, values: Any, scale: Any) -> Any:
+    """Returns a weight, dequantized, with the derivative of its master."""
+    return dequantize(Scaled(values, scale))
+
+
+@_straight_through.defjvp
+def _of_master(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _straight_through(*primals), tangents[0]
 
 
 def _constant(x: Any) -> Any:

@@ -200,11 +200,11 @@ def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
 
 
 def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
-    """Returns whether an equation converts values of 8 bits or less."""
-    if eqn.primitive.name != "convert_element_type":
+    """Returns whether an equation converts values of 8 bits or less, or calls what may."""
+    if eqn.primitive.name not in ("convert_element_type", "custom_jvp_call"):
         return False
-    dtype = getattr(eqn.invars[0].aval, "dtype", None)
-    return getattr(dtype, "itemsize", 0) == 1
+    dtypes = (getattr(v.aval, "dtype", None) for v in eqn.invars)
+    return any(getattr(dtype, "itemsize", 0) == 1 for dtype in dtypes)
 
 
 def precision(eqn: jex_core.JaxprEqn) -> Any:

@@ -63,6 +63,7 @@ def contract(
     parameters: Mapping[int, Parameter],
     low: DType,
     without: int | None = None,
+    out: Any = None,
 ) -> Any:
     """Runs a contraction whose gradients with respect to parameters are float32.
 
@@ -72,10 +73,11 @@ def contract(
       parameters: the parameters that operands are copies of, by the operand's position.
       low: the dtype of the result.
       without: an operand whose gradient is computed elsewhere.
+      out: its result, where that is computed otherwise, to no derivative; None: it is computed.
     """
     sources = tuple((i, p.moves, *in_float32(p.array)) for i, p in parameters.items())
     run = _contraction(PrimitiveCall.of(eqn), in_float32(*operands), sources, low, without)
-    return run(*operands, *(p.array for p in parameters.values()))
+    return run(out, *operands, *(p.array for p in parameters.values()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,7 +115,9 @@ def _contraction(
 
     with_gradients.defjvp(jvp, symbolic_zeros=True)
 
-    def run(*arrays: Any) -> Any:
+    def run(out: Any, *arrays: Any) -> Any:
+        if out is not None:
+            return with_gradients(out, *arrays)
         # Outside of the custom_jvp, where policies of `jax.checkpoint` see a product to save.
         operands = without_tangents(*arrays[:count])
         return with_gradients(multiply(operands), *arrays)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -23,6 +23,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core.execute.bind import Dot, contract, low_of
 from jaxmp._core.execute.environment import Environment
+from jaxmp._core.jaxprs import parameter_products
 from jaxmp._core.jaxprs.attributes import explicit_sharding
 from jaxmp._core.jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._core.jaxprs.compiler_hints import no_excess_precision
@@ -48,12 +49,14 @@ class Stored(NamedTuple):
       scale: the variable of its scales.
       order: for each axis of the weight as it is read, the axis of values and scales.
       side: which operand of a product it is.
+      trained: whether the product has a derivative with respect to it.
     """
 
     values: Any
     scale: Any
     order: tuple[int, ...]
     side: int = 0
+    trained: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +65,30 @@ class StoredDot(Op):
 
     Attributes:
       weight: the weight.
+      dot: the op of the product as it is written, whose derivative it has if the weight is trained.
     """
 
     weight: Stored
+    dot: Dot
+
+    @property
+    def parameters(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `Op`."""
+        return self.dot.parameters if self.weight.trained else ()
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
         x = env.read(eqn.invars[other], step.casts[other])
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
         product = _stored_product(sides, weight.side, weight.order, x.dtype)
-        return [product(x, env.arrays[weight.values], env.arrays[weight.scale])]
+        stored = env.arrays[weight.values], env.arrays[weight.scale]
+        if not weight.trained:
+            return [product(x, *stored)]
+        [x] = parameter_products.without_tangents(x)
+        parameters = self.dot.given(step, env)
+        operands, out = env.operands(step), product(x, *stored)
+        low = low_of(step)
+        return [parameter_products.contract(eqn, operands, parameters, low, out=out)]
 
     def reads(self, step: Step) -> list[Any]:
         return [*super().reads(step), self.weight.values, self.weight.scale]
@@ -145,12 +162,13 @@ def _with_weights(plan: Plan, with_weight: Callable[[Step, Mapping[Any, Stored]]
 def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
     """Returns the weight that an equation dequantizes, if it is whole and from two variables."""
     shape = shape_of(eqn.outvars[0])
-    if len(origins) != 2 or any(len(shape_of(v)) != len(shape) for v in origins):
+    if len(origins) not in (2, 3) or any(len(shape_of(v)) != len(shape) for v in origins):
         return None
-    scale, values = sorted(origins, key=lambda v: dtype_of(v) == FLOAT32, reverse=True)
+    *master, first, second = origins  # the weight that is trained, if it is, is first
+    scale, values = sorted((first, second), key=lambda v: dtype_of(v) == FLOAT32, reverse=True)
     if shape_of(values) != shape or dtype_of(scale) != FLOAT32:
         return None
-    return Stored(values, scale, tuple(range(len(shape))))
+    return Stored(values, scale, tuple(range(len(shape))), trained=bool(master))
 
 
 def _scaled_after(step: Step, stored: Mapping[Any, Stored]) -> Step:
@@ -164,13 +182,16 @@ def _scaled_after(step: Step, stored: Mapping[Any, Stored]) -> Step:
     one = all(scales[i] == 1 for i in contracted[weight.side])
     if not one or not all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
         return step
-    return dataclasses.replace(step, op=StoredDot(weight), why=step.why.noted(Kind.STORED))
+    op = StoredDot(weight, cast(Dot, step.op))
+    return dataclasses.replace(step, op=op, why=step.why.noted(Kind.STORED))
 
 
 def _dequantized_again(step: Step, stored: Mapping[Any, Stored]) -> Step:
     """Returns a step that saves its weight as stored, if it is a product with one."""
     weight = _multiplied(step, stored)
-    return step if weight is None else dataclasses.replace(step, op=DequantizedDot(weight))
+    if weight is None or weight.trained:
+        return step
+    return dataclasses.replace(step, op=DequantizedDot(weight, cast(Dot, step.op)))
 
 
 def _multiplied(step: Step, stored: Mapping[Any, Stored]) -> Stored | None:

@@ -7,6 +7,7 @@ weight keeps its scales.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -113,12 +114,14 @@ def _of(stored: QuantizedArray) -> Callable[[], list[Any]]:
 def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
     """Returns the quantized weight of these arrays if an equation dequantizes all of it."""
     shape = compat.shape_of(eqn.outvars[0])
-    if len(arrays) != 2 or any(len(np.shape(a)) != len(shape) for a in arrays):
+    if len(arrays) not in (2, 3) or any(len(np.shape(a)) != len(shape) for a in arrays):
         return None
-    scale, values = sorted(arrays, key=lambda a: a.dtype == np.float32, reverse=True)
+    *master, first, second = arrays  # the weight that is trained, if it is, is first
+    scale, values = sorted((first, second), key=lambda a: a.dtype == np.float32, reverse=True)
     if values.shape != shape or scale.dtype != np.float32 or values.dtype.itemsize > 1:
         return None
-    return QuantizedArray(values, scale, np.dtype(compat.dtype_of(eqn.outvars[0]) or np.float32))
+    dtype = np.dtype(compat.dtype_of(eqn.outvars[0]) or np.float32)
+    return QuantizedArray(values, scale, dtype, master=master[0] if master else None)
 
 
 def _of_weights(
@@ -144,8 +147,8 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
     """Returns what a slice or squeeze takes of a weight, as it is stored; None if it cannot be."""
     name = eqn.primitive.name
     if name == "squeeze":
-        [values], [scale] = (compat.bind(eqn, [x]) for x in (table.values, table.scale))
-        return QuantizedArray(values, scale, table.dtype)
+        squeezed: QuantizedArray = jax.tree.map(lambda x: compat.bind(eqn, [x])[0], table)
+        return squeezed
     if name not in _SLICED:
         return None
     sizes = compat.shape_of(eqn.outvars[0])
@@ -163,9 +166,8 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
         "strides": np.where(alike, strides, 1),
     }
     params = {key: tuple(params[key].tolist()) for key in said}
-    [values] = compat.bind(eqn, [table.values, *starts])
     [scale] = compat.bind(eqn, [table.scale, *starts], **params)
-    return QuantizedArray(values, scale, table.dtype)
+    return _with_scale(table, lambda x: compat.bind(eqn, [x, *starts])[0], scale)
 
 
 def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | None:
@@ -182,10 +184,16 @@ def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | Non
         else:
             return None
     # Out of bounds, the result is the fill value of the gather: 1 times that.
-    [values] = compat.bind(eqn, [table.values, indices], fill_value=1)
     [scale] = compat.bind(eqn, [table.scale, indices], slice_sizes=tuple(of_scale))
+    taken = _with_scale(table, lambda x: compat.bind(eqn, [x, indices], fill_value=1)[0], scale)
     with jax.named_scope(ROWS):
-        return [array_of(QuantizedArray(values, scale, table.dtype))]
+        return [array_of(taken)]
+
+
+def _with_scale(table: QuantizedArray, taken: Callable[[Any], Any], scale: Any) -> QuantizedArray:
+    """Returns a part of a weight: of its values, and of its master if it is trained."""
+    master = None if table.master is None else taken(table.master)
+    return dataclasses.replace(table, values=taken(table.values), scale=scale, master=master)
 
 
 def _inside(eqn: JaxprEqn, operands: Sequence[Any], known: Known) -> list[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Final, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -18,7 +20,7 @@ from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
 from jaxmp._core.quantize.select import Candidate, FormatRules, names_of, why_not
 from jaxmp.formats import Format
-from jaxmp.quantized import QuantizedArray, is_quantized
+from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 
 T = TypeVar("T")
 GRANULARITIES: Final = ("tensor", "row", "block")
@@ -37,6 +39,7 @@ def quantize(
     granularity: str | None = None,
     block_size: int = BLOCK_SIZE,
     min_size: int = 4096,
+    straight_through: bool = False,
 ) -> T:
     """Stores the matrices among parameters in few bits: for serving, and as a frozen base.
 
@@ -55,7 +58,8 @@ def quantize(
 
     Derivatives treat them as constants. Differentiate with respect to the other parameters (LoRA):
     `jax.grad` with respect to integers fails with JAX's own error, and with respect to float8
-    values or scales with jaxmp's.
+    values or scales with jaxmp's. To train the weights themselves for the numbers that they will be
+    stored in (quantization-aware training), call it in the loss function, with `straight_through`.
 
     Args:
       params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which
@@ -74,6 +78,10 @@ def quantize(
       block_size: the number of weights that share a scale in ``"block"``; where it does not divide
         the axis, the nearest divisor.
       min_size: the number of elements that a matrix must have to be quantized.
+      straight_through: whether weights are to be trained: they stay arrays of the dtypes that they
+        have, which hold the numbers that would be stored, with the derivative of the identity.
+        Under `jaxmp.autocast` and `jaxmp.wrap` the forward pass is, to the bit, that of the model
+        served with what `quantize` returns without it.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
@@ -95,8 +103,8 @@ def quantize(
       (1, 64)
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
-    Integer-Arithmetic-Only Inference" (2018), symmetric; blocks: Dettmers and Zettlemoyer, "The
-    case for 4-bit precision" (2023).
+    Integer-Arithmetic-Only Inference" (2018), symmetric, also for `straight_through`; blocks:
+    Dettmers and Zettlemoyer, "The case for 4-bit precision" (2023).
     """
     check_granularity(granularity, block_size)
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)):
@@ -132,7 +140,9 @@ def quantize(
         # The 15 levels of int4 are too few for a row of thousands of weights.
         shares = granularity or ("row" if fmt.bits == 8 else "block")
         shape = scale_shape(name, leaf.shape, shares, int(block_size))
-        return _quantized("/".join(path), leaf, fmt, tuple(shape))
+        still = lax.stop_gradient(leaf) if is_tracer(leaf) else leaf
+        few = _quantized("/".join(path), still, fmt, tuple(shape))
+        return array_of(dataclasses.replace(few, master=leaf)) if straight_through else few
 
     _map(look, params)
     rules.check(leaves)
