@@ -26,7 +26,7 @@ from jaxmp._tools.arguments import check_arguments, check_progress, labels_of, r
 from jaxmp._tools.numerics.origins import Origin, Walk
 from jaxmp._tools.numerics.plots import KINDS, plot_exponents, plot_underflow
 from jaxmp._tools.numerics.probe import LOW, Probe, read_out
-from jaxmp._tools.numerics.statistics import Record, all_measured
+from jaxmp._tools.numerics.statistics import Record, all_measured, pieces_per_iteration
 from jaxmp._tools.numerics.survey import Site, SurveyedProgram, survey
 from jaxmp._tools.screen import Report, Section, one_a_place
 from jaxmp._training.differentiate import scaled_value_and_grad
@@ -179,15 +179,23 @@ class Prepared:
             returned=self._returned().__contains__,
             reference=self.reference,
             wide=self.wide,
+            pieces=lambda name: pieces_per_iteration(self.program.sites[name].iterations),
         )
         return jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)).trace(*self.call.arrays)
 
     def compiled(self, traced: Any) -> Any:
         """Compiles a traced program; on a CPU without optimizations, since it runs only once."""
-        # Operations whose results are all returned gain nothing by being fused.
-        options = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
-        on_cpu = jax.default_backend() == "cpu"
-        return traced.lower().compile(compiler_options=options if on_cpu else None)
+        if jax.default_backend() != "cpu":
+            return traced.lower().compile()
+        options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+        if any(carry.loop is None for carry in self.program.carries.values()):
+            # A loop of unknown length measures its values in each iteration, of which there may be
+            # many.
+            options["xla_backend_optimization_level"] = 1
+        else:
+            # Operations whose results are all returned gain nothing by being fused.
+            options["xla_disable_hlo_passes"] = "fusion"
+        return traced.lower().compile(compiler_options=options)
 
     def _returned(self) -> frozenset[str]:
         """Returns the sites whose values are returned: the smallest, up to half of the limit."""
