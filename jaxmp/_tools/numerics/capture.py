@@ -28,6 +28,7 @@ from jaxmp._tools.numerics.plots import KINDS, plot_exponents, plot_underflow
 from jaxmp._tools.numerics.probe import LOW, Probe, read_out
 from jaxmp._tools.numerics.statistics import Record, all_measured, pieces_per_iteration
 from jaxmp._tools.numerics.survey import Site, SurveyedProgram, survey
+from jaxmp._tools.progress import told
 from jaxmp._tools.screen import Report, Section, one_a_place
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
@@ -352,7 +353,9 @@ def capture(
         operands, to measure their rounding errors.
       limit: the bytes that the program may return along with its results. If values are large, a
         higher limit compiles faster.
-      progress: called with a line on how much is measured, before the program is compiled and run.
+      progress: called with a line of text before each slow step, the last of which says how much
+        is measured. By default, lines are printed if stderr is a terminal, from the first second
+        on.
 
     Returns:
       A function with the arguments of `fn` (arrays, pytrees, NNX modules) that returns a `Capture`:
@@ -378,11 +381,13 @@ def capture(
     check_callable("capture", fn)
 
     def captured(*args: Any, **kwargs: Any) -> Capture:
-        prepared = prepare(
-            fn, policy, args, kwargs, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
-            sites=sites, reference=reference, limit=limit,
-        )  # fmt: skip
-        return prepared.run(progress)
+        with told(progress) as tell:
+            tell("capture: traces the program")
+            prepared = prepare(
+                fn, policy, args, kwargs, argnums=argnums, grad=grad, loss_scale=loss_scale,
+                wide=wide, sites=sites, reference=reference, limit=limit,
+            )  # fmt: skip
+            return prepared.run(tell)
 
     return captured
 

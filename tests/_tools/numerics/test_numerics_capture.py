@@ -287,7 +287,10 @@ def test_what_is_said_and_refused() -> None:
     said: list[str] = []
     run = numerics.capture(loss, "mixed_bfloat16", progress=said.append)(W, X)
     count = f"{len(run.sites)} sites, {run.bytes / 2**20:.1f} MiB of measurements"
-    assert said == [f"capture: compiles and runs the program with {count}"]
+    assert said == [
+        "capture: traces the program",
+        f"capture: compiles and runs the program with {count}",
+    ]
     with pytest.raises(ValueError, match=r"capture: .* more than the limit of 0.0 MiB.*no module"):
         numerics.capture(loss, "mixed_bfloat16", limit=1000)(W, X)
     with pytest.raises(ValueError, match=r"sites='\*\*/nowhere' matches no module path"):
