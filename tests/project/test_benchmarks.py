@@ -38,7 +38,8 @@ PROGRAMS = {
     "float64_cpu": "import float64_cpu",
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
-    "tool_times": "import tool_times as t; t.tools(['explain'], 1)",
+    "tool_times": "import tool_times as t; t.tools(['explain'], 1); "
+    "[t.jax.eval_shape(fn, *args) for fn, _, *args in t.loops().values()]",
     "roofline": "import roofline; roofline.show(roofline.layers())",
     "parity": "import parity; [parity.lines_of(swap).pop() for swap in parity.SWAPS]",
     "cpu_sums": "import cpu_sums",

@@ -26,8 +26,9 @@ from jaxmp._tools.arguments import check_arguments, check_progress, labels_of, r
 from jaxmp._tools.numerics.origins import Origin, Walk
 from jaxmp._tools.numerics.plots import KINDS, plot_exponents, plot_underflow
 from jaxmp._tools.numerics.probe import LOW, Probe, read_out
-from jaxmp._tools.numerics.statistics import Record, all_measured
+from jaxmp._tools.numerics.statistics import Record, all_measured, pieces_per_iteration
 from jaxmp._tools.numerics.survey import Site, SurveyedProgram, survey
+from jaxmp._tools.progress import told
 from jaxmp._tools.screen import Report, Section, one_a_place
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
@@ -179,15 +180,23 @@ class Prepared:
             returned=self._returned().__contains__,
             reference=self.reference,
             wide=self.wide,
+            pieces=lambda name: pieces_per_iteration(self.program.sites[name].iterations),
         )
         return jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)).trace(*self.call.arrays)
 
     def compiled(self, traced: Any) -> Any:
         """Compiles a traced program; on a CPU without optimizations, since it runs only once."""
-        # Operations whose results are all returned gain nothing by being fused.
-        options = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
-        on_cpu = jax.default_backend() == "cpu"
-        return traced.lower().compile(compiler_options=options if on_cpu else None)
+        if jax.default_backend() != "cpu":
+            return traced.lower().compile()
+        options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+        if any(carry.loop is None for carry in self.program.carries.values()):
+            # A loop of unknown length measures its values in each iteration, of which there may be
+            # many.
+            options["xla_backend_optimization_level"] = 1
+        else:
+            # Operations whose results are all returned gain nothing by being fused.
+            options["xla_disable_hlo_passes"] = "fusion"
+        return traced.lower().compile(compiler_options=options)
 
     def _returned(self) -> frozenset[str]:
         """Returns the sites whose values are returned: the smallest, up to half of the limit."""
@@ -344,7 +353,9 @@ def capture(
         operands, to measure their rounding errors.
       limit: the bytes that the program may return along with its results. If values are large, a
         higher limit compiles faster.
-      progress: called with a line on how much is measured, before the program is compiled and run.
+      progress: called with a line of text before each slow step, the last of which says how much
+        is measured. By default, lines are printed if stderr is a terminal, from the first second
+        on.
 
     Returns:
       A function with the arguments of `fn` (arrays, pytrees, NNX modules) that returns a `Capture`:
@@ -370,11 +381,13 @@ def capture(
     check_callable("capture", fn)
 
     def captured(*args: Any, **kwargs: Any) -> Capture:
-        prepared = prepare(
-            fn, policy, args, kwargs, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
-            sites=sites, reference=reference, limit=limit,
-        )  # fmt: skip
-        return prepared.run(progress)
+        with told(progress) as tell:
+            tell("capture: traces the program")
+            prepared = prepare(
+                fn, policy, args, kwargs, argnums=argnums, grad=grad, loss_scale=loss_scale,
+                wide=wide, sites=sites, reference=reference, limit=limit,
+            )  # fmt: skip
+            return prepared.run(tell)
 
     return captured
 

@@ -17,6 +17,7 @@ from jaxmp._tools.numerics.capture import Capture, Readings, prepare
 from jaxmp._tools.numerics.origins import Origin
 from jaxmp._tools.numerics.statistics import BIAS, OCTAVES, Measured, Record, Statistics
 from jaxmp._tools.numerics.survey import Site
+from jaxmp._tools.progress import told
 from jaxmp._tools.screen import Printed, Section, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
@@ -334,8 +335,8 @@ def diagnose(
       grad: whether to differentiate.
       loss_scale: the factor of the loss.
       sites: a pattern of module paths.
-      progress: called with a line of text before each slow step, which is compiling: `print`, for
-        example.
+      progress: called with a line of text before each slow step, which is compiling. By default,
+        lines are printed if stderr is a terminal, from the first second on.
 
     Returns:
       A function of the arguments of `fn` that returns the report.
@@ -362,16 +363,15 @@ def diagnose(
 
     @functools.wraps(fn)
     def diagnosed(*args: Any, **kwargs: Any) -> NumericsReport:
-        if progress is not None:
-            progress(f"diagnose: traces the program{'' if policy is None else f' under {policy}'}")
-        prepared = prepare(
-            fn, policy, args, kwargs, name="diagnose",
-            argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites,
-        )  # fmt: skip
-        run = prepared.run(progress)
-        if progress is not None:
-            progress("diagnose: the same operations in float32")
-        return NumericsReport(run, dataclasses.replace(prepared, wide=True).run())
+        with told(progress) as tell:
+            tell(f"diagnose: traces the program{'' if policy is None else f' under {policy}'}")
+            prepared = prepare(
+                fn, policy, args, kwargs, name="diagnose",
+                argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites,
+            )  # fmt: skip
+            run = prepared.run(tell)
+            tell("diagnose: the same operations in float32")
+            return NumericsReport(run, dataclasses.replace(prepared, wide=True).run())
 
     return diagnosed
 

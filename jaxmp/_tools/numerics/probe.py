@@ -23,18 +23,21 @@ from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import explicit_sharding
 from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded
 from jaxmp._core.jaxprs.compat import dtype_of
-from jaxmp._core.jaxprs.higher_order import rebuild
+from jaxmp._core.jaxprs.higher_order import Inner, rebuild
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.walk import evaluate
 from jaxmp._tools.numerics.statistics import (
     FLOAT32,
     JOINS,
+    OCTAVES,
+    PIECES,
     Measurements,
     Sampled,
     Statistics,
     join,
     look,
     measure,
+    pieces_per_iteration,
     unpack,
 )
 from jaxmp._tools.numerics.survey import SurveyedProgram, is_measured, looked_into, site_names
@@ -43,8 +46,9 @@ from jaxmp._tools.numerics.survey import SurveyedProgram, is_measured, looked_in
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 _POLYMORPHIC = flagged(Flag.POLYMORPHIC)
 _DTYPES = ("new_dtype", "preferred_element_type")
-# The number of values measured at once: for one, calling NumPy takes longer than its computation.
-_BATCH = 64
+# The bytes of values and counts that NumPy computes at once: fewer, and calling it takes longer
+# than its computation; more, and they leave the cache.
+_BATCH = 2**22
 
 
 # A site, its value, and the same computed in float32, if known.
@@ -104,6 +108,8 @@ class Probe:
     reference: bool = True
     wide: bool = False
     looks: bool = True  # whether anything is measured
+    pieces: Callable[[str], int] = lambda _: PIECES  # of the sample of its value, per iteration
+    called: bool = False  # whether values are passed on to the jaxpr around, and measured there
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
         """Runs a program; returns its results, and the extra results that `read_out` takes."""
@@ -118,7 +124,7 @@ class Probe:
                         seen.append((f"{kind} {i}", x, None))
         bind = functools.partial(self._equation, seen)
         results, extras = run_by_name(jaxpr, arrays, bind, prefix, wide=self.wide)
-        return results, extras | self._kept(prefix, seen)
+        return results, extras | (_passed(seen) if self.called else self._kept(prefix, seen))
 
     def _kept(self, prefix: str, seen: Sequence[_Seen]) -> Extras:
         """Returns the extra results of a jaxpr: values, and measurements of the other values."""
@@ -127,7 +133,8 @@ class Probe:
         for site, value, reference in seen:
             if not self.returned(site):
                 alone = [None if x is None else _unsharded(x)[None] for x in (value, reference)]
-                looks.append(look(*alone, whole=self.whole(site)))
+                whole, pieces = self.whole(site), self.pieces(site)
+                looks.append(look(*alone, whole=whole, pieces=pieces))
                 continue
             extras[f"{site} value"] = Extra(value, _ALONE)
             if reference is not None:
@@ -135,10 +142,7 @@ class Probe:
         if extras:  # values do not show whether their branch ran
             extras[f"{prefix}runs"] = Extra(jnp.int32(1), JOINS.counts)
         if looks:
-            whole = [one for one in looks if one.sample is not None]
-            found = measure(whole) if whole else Measurements(None)
-            found = found._replace(top=jnp.concatenate([one.top for one in looks]))
-            for name, array in found._asdict().items():
+            for name, array in measure(looks)._asdict().items():
                 if array is not None:
                     extras[f"{prefix}{name}"] = Extra(array, getattr(JOINS, name))
         return extras
@@ -147,9 +151,15 @@ class Probe:
         """Binds an equation, and adds what is to be measured to `seen`."""
         inner = looked_into(eqn)
         if inner:
-            # A loop of unknown length cannot stack the values of its iterations.
-            probe = self if not inner[0].open_ended else replace(self, returned=lambda _: False)
-            return run_inside(eqn, operands, name, probe.run)
+            called = _is_call(eqn, inner[0])
+            probe = replace(self, called=called)
+            if inner[0].open_ended:  # it cannot stack the values of its iterations
+                few = pieces_per_iteration(math.inf)
+                probe = replace(probe, returned=lambda _: False, pieces=lambda _: few)
+            out = run_inside(eqn, operands, name, probe.run)
+            if called:
+                seen += _taken(out[1])
+            return out
         results = in_float32(eqn, operands) if self.wide else None
         if results is None:
             results = compat.bind(eqn, as_written(eqn, operands) if self.wide else operands)
@@ -167,6 +177,32 @@ class Probe:
             if site is not None
         ]
         return results, {}
+
+
+def _is_call(eqn: JaxprEqn, inner: Inner) -> bool:
+    """Returns whether an inner jaxpr runs once, as often as the one around it."""
+    return not inner.loops and inner.chance == 1 and eqn.primitive.name != "shard_map"
+
+
+def _passed(seen: Sequence[_Seen]) -> Extras:
+    """Returns the extra results of a jaxpr whose values are measured in the one around it."""
+    return {
+        f"{site} passed{i}": Extra(x, _ALONE)
+        for site, *pair in seen
+        for i, x in enumerate(pair)
+        if x is not None
+    }
+
+
+def _taken(extras: Extras) -> list[_Seen]:
+    """Removes from extra results what `_passed` made of them, and returns that."""
+    sites = [name.removesuffix(" passed0") for name in extras if name.endswith(" passed0")]
+    values = [extras.pop(f"{site} passed0").value for site in sites]
+    references = [extras.pop(f"{site} passed1", None) for site in sites]
+    return [
+        (site, value, None if reference is None else reference.value)
+        for site, value, reference in zip(sites, values, references, strict=True)
+    ]
 
 
 def _unsharded(x: Any) -> Any:
@@ -223,14 +259,22 @@ def read_out(
 def _of_values(extras: Mapping[str, Extra]) -> Iterator[tuple[str, Measurements]]:
     """Yields the measurements of the values that were returned."""
     names = [name.removesuffix(" value") for name in extras if name.endswith(" value")]
-    for start in range(0, len(names), _BATCH):
-        batch = names[start : start + _BATCH]
+    values = [extras[f"{name} value"] for name in names]
+    ends = dict(zip(names, itertools.accumulate(map(_bytes_of, values)), strict=True))
+    for _, several in itertools.groupby(names, lambda name: ends[name] // _BATCH):
+        batch = list(several)
         looks = [_look(extras[f"{name} value"], extras.get(f"{name} reference")) for name in batch]
-        ends = np.cumsum([len(one.top) for one in looks])[:-1]
-        by_site = zip(*(np.split(array, ends) for array in measure(looks)), strict=True)
+        rows = np.cumsum([len(one.sample) for one in looks])[:-1]
+        by_site = zip(*(np.split(array, rows) for array in measure(looks)), strict=True)
         for name, arrays in zip(batch, by_site, strict=True):
-            runs = extras[f"{_jaxpr_of(name)}runs"]
+            runs = extras[f"{_jaxpr_of(name, extras, 'runs')}runs"]
             yield name, _by_iteration(_where_it_ran(arrays, np.asarray(runs.value)), runs.axes)
+
+
+def _bytes_of(value: Extra) -> int:
+    """Returns the bytes of the values of all iterations, and of their octaves."""
+    array = np.asarray(value.value)
+    return array.nbytes + 4 * OCTAVES * int(np.prod(array.shape[: len(value.axes)]))
 
 
 def _look(value: Extra, reference: Extra | None) -> Sampled:
@@ -238,7 +282,8 @@ def _look(value: Extra, reference: Extra | None) -> Sampled:
     several = [np.asarray(extra.value) for extra in (value, reference) if extra is not None]
     leading = len(value.axes)
     n = math.prod(several[0].shape[:leading])
-    return look(*(array.reshape(n, *array.shape[leading:]) for array in several))
+    rows = (array.reshape(n, *array.shape[leading:]) for array in several)
+    return look(*rows, pieces=pieces_per_iteration(max(n, 1)))
 
 
 def _where_it_ran(arrays: Sequence[Any], runs: Any) -> list[Any]:
@@ -259,7 +304,7 @@ def _of_others(
     for name in program.sites:
         if f"{name} value" in extras:
             continue
-        jaxpr = _jaxpr_of(name)
+        jaxpr = _jaxpr_of(name, extras, "top")
         top = extras[f"{jaxpr}top"]
         arrays = [np.asarray(top.value)[..., looked[jaxpr]]]
         looked[jaxpr] += 1
@@ -278,6 +323,8 @@ def _by_iteration(arrays: Sequence[Any], axes: Sequence[str]) -> Measurements:
     return join(ran, devices) if devices else ran
 
 
-def _jaxpr_of(site: str) -> str:
-    """Returns the name of the jaxpr that a site is in."""
-    return site[: site.rfind("/") + 1]
+def _jaxpr_of(site: str, extras: Mapping[str, Extra], field: str) -> str:
+    """Returns the name of the jaxpr that a site was measured in, by one of its extra results."""
+    *path, _ = site.split("/")
+    around = ("".join(f"{part}/" for part in path[:depth]) for depth in range(len(path), -1, -1))
+    return next(jaxpr for jaxpr in around if f"{jaxpr}{field}" in extras)

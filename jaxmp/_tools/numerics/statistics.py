@@ -4,7 +4,8 @@ They are extremes, counts, and the distribution of magnitudes.
 
 The largest magnitude, and whether all elements are finite, is computed from all elements; the rest
 from a sample: up to 16 pieces of 128 neighbors along the last axis, evenly spaced, four per row
-where it is that long. Small arrays are their own sample.
+where it is that long. In a loop of more than 64 iterations they are fewer, at least four. Small
+arrays are their own sample.
 
 The same code runs in two libraries: NumPy, for arrays that the program returned, and JAX, inside
 the program, for arrays that would be too large to return. XLA compiles each operation of each site,
@@ -42,34 +43,37 @@ _INFINITE = 0x7F800000  # the bits of float32's infinity: those of NaN are great
 
 
 class Sampled(NamedTuple):
-    """The data of n arrays of one shape that are kept until they are measured."""
+    """The data of n arrays of one shape that are kept until they are measured.
 
-    top: Any  # int32[n]: the bits of the largest magnitude, as float32: of NaN, if there is one
-    sample: Any = None  # float32[n, 16, 128]; None if only non-finite values are looked for
-    lengths: Any = None  # the number of elements in each piece
+    `top` holds the bits of the largest magnitude, as float32: those of NaN, if there is one.
+    """
+
+    top: Any  # int32[n]; None if the sample is all there is
+    sample: Any = None  # [n, k], in their dtype; None if only non-finite values are looked for
     reference: Any = None  # the sample of the same arrays computed in float32, if known
-    limits: tuple[float, float] = (0.0, 0.0)  # their dtype's smallest normal number, and largest
 
 
-def look(x: Any, reference: Any = None, *, whole: bool = True) -> Sampled:
+def look(x: Any, reference: Any = None, *, whole: bool = True, pieces: int = PIECES) -> Sampled:
     """Samples floating arrays [n, ...] and their float32 references; if not `whole`, only `top`."""
     xp = _library(x)
     if xp.iscomplexobj(x):  # twice as many numbers
         x = xp.stack([x.real, x.imag], 1)
     if x.dtype == np.float64:
         x = _within_float32(x)
-    size = math.prod(x.shape[1:])
-    wide = xp.asarray(x.reshape(len(x), size), np.float32)
-    top = xp.max(_magnitude_bits(wide), axis=1, initial=-1)
+    chosen = _pieces(tuple(x.shape[1:]), pieces)
+    shape = len(x), math.prod(x.shape[1:])
+    x = x.reshape(shape)
+    top = None if whole and chosen is None else _top(_magnitude_bits(xp.asarray(x, np.float32)))
     if not whole:
         return Sampled(top)
-    pieces = _pieces(tuple(x.shape[1:]))
-    limits = jnp.finfo(x.dtype)
-    tiny = max(float(limits.tiny), float(jnp.finfo(np.float32).tiny))
-    most = min(float(limits.max), float(jnp.finfo(np.float32).max))
     if reference is not None:
-        reference = pieces.of(xp.asarray(reference.reshape(len(x), size), np.float32))
-    return Sampled(top, pieces.of(wide), pieces.lengths, reference, (tiny, most))
+        reference = _sample(chosen, reference.reshape(shape))
+    return Sampled(top, _sample(chosen, x), reference)
+
+
+def pieces_per_iteration(iterations: float) -> int:
+    """Returns the pieces of one iteration's sample: fewer in a loop of more than 64 iterations."""
+    return int(np.clip(64 * PIECES // iterations, 4, PIECES))
 
 
 def _library(x: Any) -> Any:
@@ -88,7 +92,7 @@ def _within_float32(x: Any) -> Any:
 class _Pieces(NamedTuple):
     """The sample of an array that is reshaped to `shape`: pieces of some of its rows.
 
-    There are `rows` rows, `stride` apart, and `each` pieces per row, `step` apart, of `lengths`.
+    There are `rows` rows, `stride` apart, and `each` pieces per row, `step` apart.
     """
 
     shape: tuple[int, int]
@@ -96,39 +100,41 @@ class _Pieces(NamedTuple):
     stride: int
     each: int
     step: int
-    lengths: Any
 
-    def of(self, x: Any) -> Any:
-        """Selects the pieces of float32[n, size], padded with zeros to float32[n, 16, 128]."""
-        xp, n = _library(x), len(x)
-        last = (self.rows - 1) * self.stride + 1
-        rows = x.reshape(n, *self.shape)[:, : last : self.stride]
-        long = -(-self.shape[1] // LENGTH)
-        rows = xp.pad(rows, [(0, 0), (0, 0), (0, long * LENGTH - self.shape[1])])
-        last = (self.each - 1) * self.step + 1
-        pieces = rows.reshape(n, self.rows, long, LENGTH)[:, :, : last : self.step]
-        pieces = pieces.reshape(n, self.rows * self.each, LENGTH)
-        return xp.pad(pieces, [(0, 0), (0, PIECES - pieces.shape[1]), (0, 0)])
+
+def _sample(pieces: _Pieces | None, x: Any) -> Any:
+    """Selects the pieces of arrays [n, size]: [n, k]; without pieces, all of it."""
+    if pieces is None:
+        return x
+    xp, n, row = _library(x), len(x), pieces.shape[1]
+    last = (pieces.rows - 1) * pieces.stride + 1
+    rows = x.reshape(n, *pieces.shape)[:, : last : pieces.stride]
+    long = -(-row // LENGTH)
+    rows = xp.pad(rows, [(0, 0), (0, 0), (0, long * LENGTH - row)])
+    last = (pieces.each - 1) * pieces.step + 1
+    rows = rows.reshape(n, pieces.rows, long, LENGTH)[:, :, : last : pieces.step]
+    # The last piece of a row may be shorter.
+    short = max(last * LENGTH - row, 0)
+    rows = rows.reshape(n, pieces.rows, pieces.each * LENGTH)
+    return rows[:, :, : pieces.each * LENGTH - short].reshape(n, -1)
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(shape: tuple[int, ...]) -> _Pieces:
-    """Chooses the sample of an array: all of it if it is small, else about 4 pieces of a row."""
+def _pieces(shape: tuple[int, ...], most: int) -> _Pieces | None:
+    """Chooses up to `most` pieces of an array, four of a row; None: all of it, if it is small."""
     size = math.prod(shape)
-    row = shape[-1] if shape and shape[-1] >= 16 else size
-    rows = size // max(row, 1)
+    if size <= most * LENGTH:
+        return None
+    row = shape[-1] if shape[-1] >= 16 else size
+    rows = size // row
     long = -(-row // LENGTH)
-    each = long if rows * long <= PIECES else min(long, max(4, PIECES // rows))
-    count = min(rows, PIECES // max(each, 1))
+    each = long if rows * long <= most else min(long, most, max(4, most // rows))
+    count = min(rows, most // each)
     # A stride coprime to the number of rows, so that the rows are not all of the same position in
     # the sequences of a batch.
     farthest = (rows - 1) // max(count - 1, 1)
     stride = next((n for n in range(farthest, 1, -1) if math.gcd(n, rows) == 1), 1)
-    step = max((long - 1) // max(each - 1, 1), 1)
-    starts = np.arange(each) * step * LENGTH
-    lengths = np.tile(np.clip(row - starts, 0, LENGTH), count)
-    lengths = np.pad(lengths, (0, PIECES - len(lengths)))
-    return _Pieces((rows, row), count, stride, each, step, lengths)
+    return _Pieces((rows, row), count, stride, each, max((long - 1) // max(each - 1, 1), 1))
 
 
 class Measurements(NamedTuple):
@@ -161,73 +167,108 @@ def join(of: Measurements, axes: tuple[int, ...]) -> Measurements:
 
 
 def measure(looks: Sequence[Sampled]) -> Measurements:
-    """Measures arrays that `look` sampled; either all or none of them were sampled `whole`."""
-    xp = _library(looks[0].top)
-    tops = xp.concatenate([one.top for one in looks])
-    if looks[0].sample is None:
-        return Measurements(tops)
-    repeats = [len(one.top) for one in looks]
-    lengths, known, limits = (
-        np.repeat(np.array(each), repeats, axis=0)
-        for each in (
-            [one.lengths for one in looks],
-            [one.reference is not None for one in looks],
-            np.array([one.limits for one in looks], np.float32),
+    """Measures arrays that `look` sampled; those that have no sample have a row of `top` only."""
+    xp = _library(looks[0].top if looks[0].sample is None else looks[0].sample)
+    # The looks of a group, and their rows among all and among those with a sample.
+    groups: dict[Any, tuple[list[Sampled], list[Any], list[Any]]] = {}
+    end = sampled_end = 0
+    for one in looks:
+        # Samples of one width and dtype are measured together: each row is reduced by itself.
+        kind = None if one.sample is None else (one.sample.shape[1], one.sample.dtype)
+        group = groups.setdefault((kind, one.top is None, one.reference is None), ([], [], []))
+        n = len(one.top if one.sample is None else one.sample)
+        group[0].append(one)
+        group[1].append(np.arange(end, end + n))
+        end += n
+        if kind is not None:
+            group[2].append(np.arange(sampled_end, sampled_end + n))
+            sampled_end += n
+    tops: list[Any] = []
+    found: list[list[Any]] = []
+    bins: list[Any] = []
+    all_rows: list[Any] = []
+    sampled_rows: list[Any] = []
+    for several, of_all, of_sampled in groups.values():
+        top, sample, reference = (
+            None if each[0] is None else xp.concatenate(each) for each in zip(*several, strict=True)
         )
-    )
-    samples = xp.concatenate([one.sample for one in looks])
-    references = xp.concatenate(
-        [one.sample if one.reference is None else one.reference for one in looks]
-    )
-    with np.errstate(all="ignore"):
-        return Measurements(tops, *_measured(samples, lengths, references, known, limits))
+        all_rows += of_all
+        if of_sampled:
+            with np.errstate(all="ignore"):
+                of_sample, *measured, of_each = _measured(sample, reference)
+            found.append(measured)
+            top = of_sample if top is None else top
+            rows = np.concatenate(of_sampled).astype(np.int32)[:, None]
+            bins.append((of_each + rows * (OCTAVES + 1)).reshape(-1))
+            sampled_rows += of_sampled
+        tops.append(top)
+    top = _in_order(tops, all_rows)
+    if not found:
+        return Measurements(top)
+    counts, extremes, sums = (_in_order(each, sampled_rows) for each in zip(*found, strict=True))
+    octaves = _counted(xp.concatenate(bins), sampled_end)
+    return Measurements(top, counts, extremes, sums, octaves)
 
 
-def _measured(
-    x: Any, lengths: Any, reference: Any, known: Any, limits: Any
-) -> tuple[Any, Any, Any, Any]:
+def _in_order(several: Sequence[Any], rows: Sequence[Any]) -> Any:
+    """Concatenates arrays, and sorts their rows, whose positions are `rows`."""
+    if len(several) == 1:
+        return several[0]
+    return _library(several[0]).concatenate(several)[np.argsort(np.concatenate(rows))]
+
+
+def _top(bits: Any) -> Any:
+    return _library(bits).max(bits, axis=1, initial=-1)
+
+
+def _measured(x: Any, reference: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Returns each row's top, counts, extremes and sums, of samples [n, k]; each value's octave."""
+    limits = jnp.finfo(x.dtype)
+    within = jnp.finfo(np.float32)
+    ends = np.array([max(limits.tiny, within.tiny), min(limits.max, within.max)], np.float32)
+    tiny, limit = ends.view(np.int32)
     xp = _library(x)
-    of_piece = (slice(None), None, None)
-    tiny, limit, known = limits[:, 0][of_piece], limits[:, 1][of_piece], known[of_piece]
-    there = np.arange(LENGTH) < lengths[..., None]
-    nan, infinite = xp.isnan(x), xp.isinf(x)
-    finite = ~(nan | infinite)
-    a = xp.where(finite & there, xp.abs(x), np.float32(0))
-    # By its bits, since XLA on CPU treats float32's own subnormals as zeros.
-    nonzero = (_magnitude_bits(a) != 0) & there
-    zero = there & finite & ~nonzero
-    compared = there & xp.isfinite(reference) & known
-    counts = [
-        zero,
-        nonzero & (a < tiny),
-        nan & there,
-        infinite & there,
-        compared & zero & (_magnitude_bits(reference) != 0),
-        compared & infinite,
-        compared & (a == limit) & (xp.abs(reference) > limit),
-        compared,
+    # By bits, since XLA on CPU treats float32's own subnormals as zeros.
+    x = xp.asarray(x, np.float32)
+    bits = _magnitude_bits(x)
+    finite, zero = bits < _INFINITE, bits == 0
+    nonzero = finite & ~zero
+    counts = [zero, nonzero & (bits < tiny), bits > _INFINITE, bits == _INFINITE]
+    squares = [xp.where(finite, x, np.float32(0))]
+    if reference is not None:
+        wide = _magnitude_bits(reference)
+        compared = wide < _INFINITE
+        kept = compared & finite
+        counts += [
+            compared & zero & (wide != 0),
+            compared & (bits == _INFINITE),
+            compared & (bits == limit) & (wide > limit),
+            compared,
+        ]
+        squares += [xp.where(kept, x - reference, 0), xp.where(kept, reference, 0)]
+    counted = [xp.sum(one, 1, dtype=np.int32) for one in counts]
+    summed = [xp.sum(one * one, 1) for one in squares]
+    ones, none = np.ones(len(x), np.int32), np.zeros(len(x), np.float32)
+    extremes = [
+        xp.max(xp.where(finite, bits, 0), 1, initial=0).view(np.float32),
+        -xp.min(xp.where(nonzero, bits, _INFINITE), 1, initial=_INFINITE).view(np.float32),
     ]
-    counted = [xp.sum(one, (1, 2), dtype=np.int32) for one in counts]
-    sampled = np.sum(lengths, 1, dtype=np.int32)
-    smallest = xp.min(xp.where(nonzero, a, np.float32(np.inf)), (1, 2))
-    kept = compared & finite
-    squares = [a, xp.where(kept, x - reference, 0), xp.where(kept, reference, 0)]
+    counted += [0 * ones] * (8 - len(counted))
+    summed += [none] * (3 - len(summed))
     return (
-        xp.stack([xp.ones_like(sampled), sampled, *counted], 1),
-        xp.stack([xp.max(a, (1, 2)), -smallest], 1),
-        xp.stack([xp.sum(one * one, (1, 2)) for one in squares], 1),
-        _counted(a, nonzero),
+        _top(bits),
+        xp.stack([ones, x.shape[1] * ones, *counted], 1),
+        xp.stack(extremes, 1),
+        xp.stack(summed, 1),
+        # Values that are not counted fall into a last bin.
+        xp.where(nonzero, bits >> 23, OCTAVES),
     )
 
 
-def _counted(a: Any, nonzero: Any) -> Any:
-    """Counts the magnitudes in each octave."""
-    xp, n = _library(a), len(a)
-    # Elements that are not counted fall into a last bin.
-    bins = xp.where(nonzero, _magnitude_bits(a) >> 23, OCTAVES).reshape(n, PIECES * LENGTH)
-    bins = (bins + np.arange(n, dtype=np.int32)[:, None] * (OCTAVES + 1)).reshape(-1)
+def _counted(bins: Any, n: int) -> Any:
+    """Counts the values in each octave, of n arrays."""
     size = n * (OCTAVES + 1)
-    if xp is np:
+    if isinstance(bins, np.ndarray):
         counts: Any = np.bincount(bins, minlength=size).astype(np.int32)
     else:
         counts = jnp.zeros(size, jnp.int32).at[bins].add(1)

@@ -95,9 +95,14 @@ class Site(Printed):
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
+    def iterations(self) -> int:
+        """The number of iterations of its loops."""
+        return math.prod(loop.length for loop in self.loops)
+
+    @property
     def elements(self) -> int:
         """The number of elements of the results of all iterations of its loops."""
-        return self.size * math.prod(loop.length for loop in self.loops)
+        return self.size * self.iterations
 
     def is_in(self, pattern: str) -> bool:
         """Returns whether a pattern is the path, or matches it by the rules of a `PolicyMap`."""

@@ -24,6 +24,7 @@ from jaxmp._tools.parity.layers import (
 )
 from jaxmp._tools.parity.report import Parity, ParityRow, row_of
 from jaxmp._tools.parity.runs import OUTPUT, RUNS, Program, Spread, program_of
+from jaxmp._tools.progress import told
 from jaxmp.dtypes import parse_dtype
 
 Saved = Mapping[str, Any]
@@ -219,7 +220,8 @@ def parity(
         equal names, also below the root module or where one name ends with the other.
       dtype: the dtype whose rounding is allowed everywhere: "float32" reveals a hidden bfloat16
         cast. By default, each operation's own.
-      progress: called with a line of text before each slow step: `print`, for example.
+      progress: called with a line of text before each slow step. By default, lines are printed if
+        stderr is a terminal, from the first second on.
 
     Returns:
       A function of their arguments that returns a `Parity`: print it; it is true if nothing
@@ -259,6 +261,8 @@ def parity(
         dtype = parsed
 
     def compared(*args: Any, **kwargs: Any) -> Parity:
-        return prepare(f, g, args, match, dtype, kwargs, progress).run()
+        with told(progress) as tell:
+            tell("parity: traces both programs")
+            return prepare(f, g, args, match, dtype, kwargs, tell).run()
 
     return compared

@@ -22,6 +22,7 @@ from jaxmp._tools.preflight.compile_ahead import compile_ahead
 from jaxmp._tools.preflight.program import bytes_by_purpose
 from jaxmp._tools.preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._tools.preflight.size_search import Attempt, Axis, Largest, axis_of, search
+from jaxmp._tools.progress import told
 from jaxmp._tools.speed.target import Target, parse_target
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.policy_fields import FUSED
@@ -87,7 +88,8 @@ def preflight(
       price_per_hour: the price of one chip for an hour, in any currency, to report the price of
         1,000 steps on all chips of the target.
       progress: called with a line of text before each program is traced and compiled, which takes
-        from seconds to minutes: `print`, for example. By default there are no messages.
+        from seconds to minutes. By default, lines are printed if stderr is a terminal, from the
+        first second on.
 
     Returns:
       A function with the arguments of `fn` that returns a `PreflightReport`: `print` it. The
@@ -146,19 +148,21 @@ def preflight(
                 warn_overruled("preflight", planned(method, single, argnums, given, {})[0])
             programs.append(method if single is None else autocast(method, single, argnums))
 
-        def compiled(fns: Any, args: tuple[Any, ...], labels: Sequence[str]) -> list[Preflight]:
-            return compile_ahead(resolved, fns, args, given_away, labels, progress)
+        with told(progress) as tell:
 
-        results = compiled(programs, given, [label for label, _ in named])
-        for i, (program, (label, single)) in enumerate(zip(programs, named, strict=True)):
-            recipe = None if single is None else single.matmul
-            warned = (
-                warning(recipe, chip_named(resolved.name)) if isinstance(recipe, Recipe) else ""
-            )
-            result = dataclasses.replace(results[i], policy=label, warned=warned)
-            again = functools.partial(compiled, [program])
-            found = {axis.name: _largest(axis, resolved, result, given, again) for axis in axes}
-            results[i] = dataclasses.replace(result, largest=found)
+            def compiled(fns: Any, args: tuple[Any, ...], labels: Sequence[str]) -> list[Preflight]:
+                return compile_ahead(resolved, fns, args, given_away, labels, tell)
+
+            results = compiled(programs, given, [label for label, _ in named])
+            for i, (program, (label, single)) in enumerate(zip(programs, named, strict=True)):
+                recipe = None if single is None else single.matmul
+                warned = (
+                    warning(recipe, chip_named(resolved.name)) if isinstance(recipe, Recipe) else ""
+                )
+                result = dataclasses.replace(results[i], policy=label, warned=warned)
+                again = functools.partial(compiled, [program])
+                found = {axis.name: _largest(axis, resolved, result, given, again) for axis in axes}
+                results[i] = dataclasses.replace(result, largest=found)
         held = bytes_by_purpose(given, params, from_end)
         return PreflightReport(resolved, tuple(results), held, price_per_hour)
 

@@ -18,6 +18,7 @@ from jaxmp._core.plan.regions import check_callable
 from jaxmp._tools.arguments import check_positional, check_progress, check_sizes, mismatch
 from jaxmp._tools.explain.explain import explain
 from jaxmp._tools.files import DamagedError, RunCache, bytes_of, digest, text_of
+from jaxmp._tools.progress import told
 from jaxmp._tools.tune.paths import (
     FLOAT32,
     Costs,
@@ -116,7 +117,8 @@ def tune(
       out: a folder for the scores of each batch, from which another call continues. A batch is
         scored again when it has changed, or the loss, `params`, `candidates`, `loss_scale`,
         `probes` or jaxmp.
-      progress: called with a line of text before each slow step: `print`, for example.
+      progress: called with a line of text before each slow step. By default, lines are printed if
+        stderr is a terminal, from the first second on.
 
     Returns:
       A function of ``(params, batches)`` that returns the result: its `policy` is for `jaxmp.wrap`.
@@ -155,45 +157,48 @@ def tune(
     if loss_scale is None:
         halves = any(np.dtype(p.compute_dtype) == np.float16 for p in policies)
         loss_scale = 2.0**15 if halves else 1.0
-    scale, costs, say = loss_scale, Costs(target), progress or (lambda _: None)
+    scale, costs = loss_scale, Costs(target)
 
     def tuned(params: Any, batches: Iterable[Any] = (), *more: Any) -> Tuned:
         """Scores the candidates with these batches."""
-        batches = _batches(batches, more)
-        call = _taking(loss_fn, batches[0])
-        check_sizes("tune", (params, batches[0]))
-        _check_params(params)
-        try:
-            loss = prepared(call, params, batches[0])
-        except TypeError as error:
-            error.add_note(f"tune: {_CALLED}")
-            raise
-        jaxpr = trace(gradients(loss.loss, scale), (loss.params, batches[0]), {}).jaxpr
-        found = list(products(jaxpr))
-        of_module = _by_module(loss, found)
-        plans = {p: explain(loss.loss, p)(loss.params, batches[0]) for p in policies}
-        lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
-        if said := plans[lowest].overruled:
-            raise ValueError(f"tune: {said}.")
-        ways = formats_of(loss.places, plans, list(of_module))
-        exact = compiled(gradients(loss.loss, scale))
-        scorer = Scorer(loss, ways, scale, probes, exact)
-        say(f"tune: {len(ways)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-        scores = _scores(scorer, batches, policies, jaxpr, RunCache("tune", out), say)
-        groups = _groups(of_module, grouped(list(of_module), tie), ways, scores, costs)
-        total = sum(p.flops for p in found)
-        scored = Scored(
-            loss.places,
-            policies,
-            tuple(names.values()),
-            groups,
-            front([g.costs for g in groups], [g.errors for g in groups]),
-            _levels(ways),
-            total,
-            costs.unit,
-            _verifier(loss, batches, scale, exact, say),
-        )
-        return Tuned(budget, max_ratio, scored, Choice((0,) * len(groups))).solve(budget)
+        with told(progress) as say:
+            batches = _batches(batches, more)
+            call = _taking(loss_fn, batches[0])
+            check_sizes("tune", (params, batches[0]))
+            _check_params(params)
+            try:
+                loss = prepared(call, params, batches[0])
+            except TypeError as error:
+                error.add_note(f"tune: {_CALLED}")
+                raise
+            jaxpr = trace(gradients(loss.loss, scale), (loss.params, batches[0]), {}).jaxpr
+            found = list(products(jaxpr))
+            of_module = _by_module(loss, found)
+            plans = {p: explain(loss.loss, p)(loss.params, batches[0]) for p in policies}
+            lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
+            if said := plans[lowest].overruled:
+                raise ValueError(f"tune: {said}.")
+            ways = formats_of(loss.places, plans, list(of_module))
+            exact = compiled(gradients(loss.loss, scale))
+            scorer = Scorer(loss, ways, scale, probes, exact)
+            say(
+                f"tune: {len(ways)} modules, {len(policies) - 1} candidates, {len(batches)} batches"
+            )
+            scores = _scores(scorer, batches, policies, jaxpr, RunCache("tune", out), say)
+            groups = _groups(of_module, grouped(list(of_module), tie), ways, scores, costs)
+            total = sum(p.flops for p in found)
+            scored = Scored(
+                loss.places,
+                policies,
+                tuple(names.values()),
+                groups,
+                front([g.costs for g in groups], [g.errors for g in groups]),
+                _levels(ways),
+                total,
+                costs.unit,
+                _verifier(loss, batches, scale, exact, say),
+            )
+            return Tuned(budget, max_ratio, scored, Choice((0,) * len(groups))).solve(budget)
 
     return tuned
 

@@ -106,7 +106,54 @@ def test_what_rounding_cost() -> None:
     assert measured(clipped, wide).saturated == 1
 
 
+def test_arrays_of_several_sizes_and_dtypes_are_each_measured_as_if_alone() -> None:
+    x = gaussian(3, 5, 40)
+    low = x.astype(jnp.bfloat16)
+    looks = [
+        lambda: look(x),
+        lambda: look(low[:, :8], x[:, :8]),
+        lambda: look(x, whole=False),
+        lambda: look(low[:3], x[:3]),
+        lambda: look(gaussian(4, 2, 100, 700)),
+        lambda: look(low),
+        lambda: look(x[1:] * 1e9),
+    ]
+    together = measure([one() for one in looks])
+    alone = [measure([one()]) for one in looks]
+    for name in Measurements._fields:
+        rows = [getattr(each, name) for each in alone if getattr(each, name) is not None]
+        np.testing.assert_array_equal(getattr(together, name), jnp.concatenate(rows), name)
+
+
+@pytest.mark.parametrize(("length", "sampled"), [(64, 16 * 128), (1000, 4 * 128)])
+def test_an_iteration_of_a_long_loop_is_sampled_less(length: int, sampled: int) -> None:
+    def repeated(x: Any) -> Any:
+        return lax.scan(lambda x, _: (jnp.sin(x), None), x, length=length)[0]
+
+    x = jnp.ones((8, 512)).at[-1, -1].set(jnp.nan)
+    for limit in (2**30, 2**20 + length * 2000):  # values that are returned, and those that are not
+        run = numerics.capture(repeated, grad=False, limit=limit)(x)
+        [sine] = [m.statistics for m in run.sites.values() if m.site.op == "sin"]
+        np.testing.assert_array_equal(sine.sampled, np.full(length, sampled))
+        assert np.all(sine.is_nan)  # it is of all elements
+
+
 # Programs.
+
+
+def test_what_a_loop_calls_is_measured_with_its_body() -> None:
+    def twice(x: Any) -> Any:
+        return jax.jit(lambda x: jax.nn.relu(x * 2))(x) + 1
+
+    def solved(x: Any) -> Any:
+        return lax.while_loop(lambda x: x[0] < 100, twice, x)
+
+    extras = prepare(solved, None, (X[0],), grad=False).step().out_info[1]
+    assert len([name for name in extras if name.endswith("top")]) == 1
+    run = numerics.capture(solved, grad=False)(jnp.arange(3.0))
+    found = {m.site.op: m.statistics for m in run.sites.values()}
+    assert (found["mul"].runs, found["mul"].largest, found["add"].largest) == (7, 382, 383)
+
 
 # Every kind of equation with others inside, and whatever comes third, but for one whose loss is
 # nearly zero by chance.
@@ -240,7 +287,10 @@ def test_what_is_said_and_refused() -> None:
     said: list[str] = []
     run = numerics.capture(loss, "mixed_bfloat16", progress=said.append)(W, X)
     count = f"{len(run.sites)} sites, {run.bytes / 2**20:.1f} MiB of measurements"
-    assert said == [f"capture: compiles and runs the program with {count}"]
+    assert said == [
+        "capture: traces the program",
+        f"capture: compiles and runs the program with {count}",
+    ]
     with pytest.raises(ValueError, match=r"capture: .* more than the limit of 0.0 MiB.*no module"):
         numerics.capture(loss, "mixed_bfloat16", limit=1000)(W, X)
     with pytest.raises(ValueError, match=r"sites='\*\*/nowhere' matches no module path"):

@@ -397,6 +397,7 @@ def test_it_says_what_it_waits_for():
     said = []
     jaxmp.parity(layer, lambda w, x: layer(w, x, 1.5), progress=said.append)(*LAYER)
     assert said == [
+        "parity: traces both programs",
         "parity: compiles and runs f: as written, and 8 times rounded at random",
         "parity: the same of g",
         "parity: finds the operation that differs in layer",
