@@ -3,7 +3,7 @@
     python benchmarks/eight_bits_aot.py                                   # an H100, float8
     python benchmarks/eight_bits_aot.py --target gpu-a100                 # emulated, and said so
     python benchmarks/eight_bits_aot.py --target tpu-v5e --policy mixed_int8
-    python benchmarks/eight_bits_aot.py --part steps                      # chips by recipes: hours
+    python benchmarks/eight_bits_aot.py --part steps                      # by chip: an hour
     python benchmarks/eight_bits_aot.py --part steps --targets tpu-v5e --programs llama
     python benchmarks/eight_bits_aot.py --part blocks                     # a B200's block products
     python benchmarks/eight_bits_aot.py --check                           # exits with 1 on a miss
