@@ -130,7 +130,8 @@ def steps(args: argparse.Namespace) -> bool:
     kept, remarks = True, []
     for program, target in itertools.product(args.programs, args.targets):
         full, why = time_of(program, target, BASE)
-        cells = {"": f"{full / 1e6:.2f} M cycles" if full > 1 else f"{full * 1e3:.2f} ms"}
+        said = f"{full / 1e6:.2f} M cycles" if full > 1 else f"{full * 1e3:.2f} ms"
+        cells = {"": f"{said}{why}" if full else "-"}
         recipes = [parse_recipe(name).with_float8(chip_named(target).float8) for name in RECIPES]
         for recipe in dict.fromkeys(recipes):
             time, mark = time_of(program, target, f"{BASE},matmul={recipe}") if full else (0, why)
