@@ -9,7 +9,8 @@ text of Python's standard library; and a perceptron (64-128-128-10) on scikit-le
 recipe trains every seed from the float32 run's initialization on its batches, in the same order.
 Every size is a multiple of 16, in training and in evaluation, or products would silently stay in 16
 bits; the table says how many were multiplied in 8: `planned`, of those in the loss function, by
-`jaxmp.explain`; `multiplied`, of the whole step, by the dtypes in its jaxpr.
+`jaxmp.explain`; `multiplied`, of the whole step, by the dtypes in its jaxpr. What a TPU or a GPU
+multiplies in 8 bits, the CPU computes from the same quantized values, widened.
 
 How to read the differences:
 
@@ -65,6 +66,7 @@ RECIPES = {
     PERTURBED: "float32",
     "mixed_bfloat16": "mixed_bfloat16",
     "mixed_float8": "mixed_float8",
+    "float8 of TPU v5e, v5p, v6e": "mixed_bfloat16,matmul=e4m3b11",
     "mixed_int8": "mixed_int8",
     "float8, e5m2 gradients": "mixed_bfloat16,matmul=e4m3:e5m2:e5m2",
     "float8 by row": "mixed_bfloat16,matmul=e4m3@row",
@@ -75,7 +77,7 @@ RECIPES = {
     "blockwise_float8": "mixed_bfloat16,matmul=blockwise_float8",
 }
 TARGET = 0.005  # the most that a recipe's loss may be from float32's
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "int8")
 
 Batch = tuple[np.ndarray, np.ndarray]
 

@@ -3,6 +3,8 @@
     python benchmarks/eight_bits_aot.py                                   # an H100, float8
     python benchmarks/eight_bits_aot.py --target gpu-a100                 # emulated, and said so
     python benchmarks/eight_bits_aot.py --target tpu-v5e --policy mixed_int8
+    python benchmarks/eight_bits_aot.py --part steps                      # by chip: an hour
+    python benchmarks/eight_bits_aot.py --part steps --targets tpu-v5e --programs llama
     python benchmarks/eight_bits_aot.py --part blocks                     # a B200's block products
     python benchmarks/eight_bits_aot.py --check                           # exits with 1 on a miss
 
@@ -18,6 +20,14 @@ needs no accelerator; `benchmarks/aot.py` says what to install. It prints:
 * what the forward pass keeps for the backward pass, by dtype, and the 8-bit part of it over what
   is no longer kept in 16 bits: 0.5 where every such array is halved.
 
+`--part steps` prints a table of two programs on TPUs and GPUs, under recipes over `mixed_bfloat16`:
+`lm`, the step above, and `llama`, a layer of Llama 3 8B (`benchmarks/llama.py`) forward and
+backward, of 8 x 1024 bfloat16 tokens, with the gradients of weights and inputs. A layer of 16
+outputs reads what comes of it, and is bfloat16 in all. On TPUs a ratio is of the cycles that XLA
+estimates, of the programs as compiled. On GPUs, for which it estimates none, it is of the times
+that `jaxmp.preflight` estimates: a roofline of published figures, of the FLOPs by dtype and of the
+bytes that the compiled kernels move. `e4m3` is that format on every chip, `float8` the chip's.
+
 `--part blocks` compiles one MXFP8 product and its gradient for a B200, as
 `jax.nn.scaled_dot_general` has them: one native call forward and two backward.
 """
@@ -25,11 +35,15 @@ needs no accelerator; `benchmarks/aot.py` says what to install. It prints:
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -38,14 +52,20 @@ import jaxmp
 from jaxmp._core.speed import chip_named, warning
 from jaxmp._tools.preflight.hlo import Multiplied
 from jaxmp._tools.preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp.recipes import parse_recipe
 
 import aot
+import llama
 from models import CASES
 
 BASE = "mixed_bfloat16"
 # The most of `mixed_bfloat16`'s peak memory that an H100 may need, and of bytes kept per byte that
 # is no longer kept in 16 bits: scales are a little.
 PEAK, HALVED = 0.965, 0.51
+# The most of `mixed_bfloat16`'s cycles that a program may take under `mixed_float8`.
+CYCLES = {("llama", "tpu-v5e"): 0.75}
+TARGETS = ("tpu-v5e", "tpu-v6e", "tpu7x", "gpu-h100", "gpu-b200")
+RECIPES = ("float8", "e4m3", "int8")
 
 
 def step_of(policy: str, model: str) -> tuple[Any, tuple[Any, ...]]:
@@ -60,6 +80,71 @@ def step_of(policy: str, model: str) -> tuple[Any, tuple[Any, ...]]:
         return optax.apply_updates(params, updates), opt_state, loss
 
     return step, (params, jax.eval_shape(optimizer.init, params), *rest)
+
+
+class LlamaLayer(nn.Module):
+    """A layer that a recipe takes, and one that it does not."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x, _ = llama.Layer(heads=32, kv_heads=8, hidden=14336)(x, None)
+        return nn.Dense(16, use_bias=False)(x)
+
+
+def layer_of(policy: str) -> tuple[Any, tuple[Any, ...]]:
+    """A layer of Llama 3 8B under a policy, forward and backward, and its arguments."""
+    model = jaxmp.wrap(LlamaLayer(), policy)
+    x = jax.ShapeDtypeStruct((8, 1024, 4096), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def step(variables: Any, x: jax.Array, g: jax.Array) -> Any:
+        y, vjp = jax.vjp(model.apply, variables, x)
+        return y, vjp(g)
+
+    return step, (variables, x, jax.ShapeDtypeStruct((8, 1024, 16), jnp.float32))
+
+
+# By name: the program under a policy with its arguments, and the arguments that are donated.
+PROGRAMS: dict[str, tuple[Callable[[str], tuple[Any, tuple[Any, ...]]], tuple[int, ...]]] = {
+    "lm": (lambda policy: step_of(policy, "lm"), (0, 1)),
+    "llama": (layer_of, ()),
+}
+
+
+def time_of(program: str, target: str, policy: str) -> tuple[float, str]:
+    """The cycles or the seconds of a program, and a mark; or 0, and why it is not compiled."""
+    make, donated = PROGRAMS[program]
+    step, arguments = make(policy)
+    report = jaxmp.preflight(step, target=target, donate_argnums=donated)(*arguments)
+    hlo, time = report[AS_WRITTEN].program, report.step_time(AS_WRITTEN)
+    if hlo is None or time is None:
+        return 0, f"{program}, {target}, {policy}: {' '.join(report[AS_WRITTEN].error.split())}"
+    emulated, unknown = bool(report.emulated(AS_WRITTEN)), bool(hlo.unknown_cycles)
+    return hlo.cycles_run or time.seconds, "*" * emulated + "?" * unknown
+
+
+def steps(args: argparse.Namespace) -> bool:
+    """Prints programs on chips under recipes, over bfloat16; returns whether limits are kept."""
+    print(f"| program | chip | bfloat16 | {' | '.join(RECIPES)} |")
+    print(f"| :-- | :-- | --: |{' --: |' * len(RECIPES)}", flush=True)
+    kept, remarks = True, []
+    for program, target in itertools.product(args.programs, args.targets):
+        full, why = time_of(program, target, BASE)
+        said = f"{full / 1e6:.2f} M cycles" if full > 1 else f"{full * 1e3:.2f} ms"
+        cells = {"": f"{said}{why}" if full else "-"}
+        recipes = [parse_recipe(name).with_float8(chip_named(target).float8) for name in RECIPES]
+        for recipe in dict.fromkeys(recipes):
+            time, mark = time_of(program, target, f"{BASE},matmul={recipe}") if full else (0, why)
+            cells[str(recipe)] = f"{time / full:.3f}{mark}" if time else "-"
+            remarks += [mark] if mark and not time else []
+            if recipe == recipes[0]:
+                kept &= 0 < time <= CYCLES.get((program, target), math.inf) * full
+        row = [program, target, cells[""], *(cells[str(recipe)] for recipe in recipes)]
+        print(f"| {' | '.join(row)} |", flush=True)
+    print("\n* operands are widened to 16 bits first")
+    print("? without operations whose cycles XLA does not know")
+    print("\n".join(dict.fromkeys(remarks)))
+    return kept
 
 
 def compiled(policy: str, args: argparse.Namespace) -> tuple[PreflightReport, Preflight]:
@@ -153,13 +238,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=["model", "blocks"], default="model")
+    parser.add_argument("--part", choices=["model", "steps", "blocks"], default="model")
     parser.add_argument("--model", choices=CASES, default="lm")
     parser.add_argument("--target", default="gpu-h100")
     parser.add_argument("--policy", default="mixed_float8")
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="of steps")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     args = parser.parse_args()
-    kept = blocks() if args.part == "blocks" else language_model(args)
+    part = {"model": language_model, "steps": steps, "blocks": lambda _: blocks()}[args.part]
+    kept = part(args)
     return int(args.check and not kept)
 
 

@@ -8,8 +8,9 @@ It compiles, and needs no accelerator: `benchmarks/aot.py` says what to install.
 
 * `products`: one product of two matrices of `--size`, quantized already, its result scaled and
   returned in bfloat16, over the same product in bfloat16: `relative` in
-  `jaxmp/_core/chips/chips.toml`; and of one that sums the first axes, as the gradient of the
-  weights does: `relative_grad_weight` there.
+  `jaxmp/_core/chips/chips.toml`; of one that sums the last axes, as the gradient of the input
+  does; and of one that sums the first axes, as the gradient of the weights does:
+  `relative_grad_weight` there.
 * `passes`: reading a float32 matrix of `--size` for its largest magnitude, and reading it and
   writing it in 8 bits: the bytes in the cycles in which the chip multiplies one FLOP in bfloat16,
   over what the documented peaks make of it: `achieved.memory` there. And what a product in
@@ -126,7 +127,7 @@ def ffn(target: str, policy: str, tokens: int, width: int, hidden: int) -> HloPr
 
 
 def show_products(target: str, size: int) -> None:
-    for name, axes in (("", (1, 0)), (" of first axes", (0, 0))):
+    for name, axes in (("", (1, 0)), (" of last axes", (1, 1)), (" of first axes", (0, 0))):
         full = product(target, size, "bfloat16", axes)
         for dtype in FORMATS:
             ratio = product(target, size, dtype, axes) / full

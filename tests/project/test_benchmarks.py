@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -19,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import aot
+import eight_bits_aot
 import fsdp
 import gathers
 import gpu
@@ -156,6 +158,36 @@ def test_a_row_that_is_not_what_it_is_called_has_no_figure() -> None:
     assert not named("Qwix int8", {"int8": 0.7, "bfloat16": 0.3})
     for variant in ("Qwix int8", "jaxmp mixed_float8, softmax too"):
         assert "nothing is multiplied in 8 bits" in named(variant, {"bfloat16": 1.0})
+
+
+def test_steps_in_8_bits_are_compared_with_bfloat16s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A format is compiled once by chip, and what is not compiled has a reason for a ratio."""
+    compiled = []
+
+    def time_of(program: str, target: str, policy: str) -> tuple[float, str]:
+        compiled.append((target, policy))
+        if policy.endswith("int8"):
+            return 0, "lm does not fit"
+        full, tpu = policy == "mixed_bfloat16", target == "tpu-v5e"
+        return (4e6 if tpu else 0.004) / (1 if full else 2), "*?"[full] * tpu
+
+    monkeypatch.setattr(eight_bits_aot, "time_of", time_of)
+    args = argparse.Namespace(programs=["lm"], targets=["tpu-v5e", "gpu-h100"])
+    assert eight_bits_aot.steps(args)
+    recipes = ["", ",matmul=e4m3b11", ",matmul=e4m3", ",matmul=int8"]
+    h100 = [("gpu-h100", f"mixed_bfloat16{recipe}") for recipe in recipes if "b11" not in recipe]
+    assert compiled == [*(("tpu-v5e", f"mixed_bfloat16{recipe}") for recipe in recipes), *h100]
+    said = capsys.readouterr().out
+    assert "| lm | tpu-v5e | 4.00 M cycles? | 0.500* | 0.500* | - |\n" in said
+    assert "| lm | gpu-h100 | 4.00 ms | 0.500 | 0.500 | - |\n" in said
+    assert said.endswith("lm does not fit\n")
+
+    args = argparse.Namespace(programs=["llama"], targets=["tpu-v5e"])
+    assert eight_bits_aot.steps(args)
+    monkeypatch.setitem(eight_bits_aot.CYCLES, ("llama", "tpu-v5e"), 0.49)
+    assert not eight_bits_aot.steps(args)
 
 
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
