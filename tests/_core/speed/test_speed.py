@@ -54,7 +54,7 @@ AUTO = {
     "tpu-v4": None,
     "tpu-v5e": int8(),
     "tpu-v5p": int8(),
-    "tpu-v6e": int8(),
+    "tpu-v6e": float8(),
     "tpu7x": float8(),
     "tpu-8i": None,
     "tpu-8t": None,
@@ -91,7 +91,7 @@ def test_the_recipe_of_a_device():
         ("gpu", "AMD Instinct MI300X", "gfx942", None, "gpu-mi300x"),
         ("gpu", "AMD Instinct MI210", "gfx90a", None, "AMD Instinct MI210"),
         ("cpu", "cpu", None, None, "cpu"),
-        ("tpu", "TPU v6 lite", None, int8(), "tpu-v6e"),
+        ("tpu", "TPU v6 lite", None, float8(), "tpu-v6e"),
         ("tpu", "TPU v3", None, None, "TPU v3"),
     ):
         own = {"compute_capability": capability} if capability else {}
