@@ -80,8 +80,9 @@ def quantize(
       min_size: the number of elements that a matrix must have to be quantized.
       straight_through: whether weights are to be trained: they stay arrays of the dtypes that they
         have, which hold the numbers that would be stored, with the derivative of the identity.
-        Under `jaxmp.autocast` and `jaxmp.wrap` the forward pass is, to the bit, that of the model
-        served with what `quantize` returns without it.
+        Under `jaxmp.autocast` around the loss, also of a wrapped model, the forward pass is, to the
+        bit, that of the model served with what `quantize` returns without it. (Where a wrapped
+        module is called by itself, the last bit of products may differ, by row or tensor.)
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
