@@ -42,7 +42,7 @@ from jaxmp._tools.audit.report import (
 from jaxmp._tools.audit.rounding import Rounding
 from jaxmp._tools.audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._tools.explain.explain import planned, warn_overruled
-from jaxmp._tools.speed.target import Target, parse_target, told
+from jaxmp._tools.speed.target import Target, on_target, parse_target
 from jaxmp.devices import chips, describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import PolicyLike, single_policy
@@ -125,7 +125,7 @@ def audit(
 
     def audited(*args: Any, **kwargs: Any) -> PrecisionReport:
         check_sizes("audit", args, kwargs)
-        jaxpr, overruled = told(chip, traced)(*args, **kwargs)
+        jaxpr, overruled = on_target(chip, traced)(*args, **kwargs)
         at = _here() if chip is None else chip
         jaxpr = with_changed_equations(jaxpr, lambda eqn: for_platform(eqn, at.compiler))
         return _report(jaxpr, chip, overruled, args, kwargs)

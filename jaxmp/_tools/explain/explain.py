@@ -33,7 +33,7 @@ from jaxmp._core.plan.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp._core.quantize.calls import holds_quantized, opening, seal
 from jaxmp._tools.explain.explanation import Explanation, Row
-from jaxmp._tools.speed.target import parse_target, told
+from jaxmp._tools.speed.target import on_target, parse_target
 from jaxmp.policy import Policy, PolicyLike, get_policy, key_matches, single_policy
 
 __all__ = ["Explanation", "Row", "explain", "planned", "warn_overruled"]
@@ -103,12 +103,12 @@ def explain(
             rows = _only(rows, only)
         avals = map(jax.typeof, arrays)  # in which NumPy's float64 is JAX's float32
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        saved = functools.partial(told(chip, _residual_bytes), plan, used, shapes, parameters)
+        saved = functools.partial(on_target(chip, _residual_bytes), plan, used, shapes, parameters)
         return Explanation(
             rows, spelt, differentiated, overruled_by, dict if differentiated else saved
         )
 
-    return told(chip, explain_fn)
+    return on_target(chip, explain_fn)
 
 
 def warn_overruled(tool: str, plan: Plan) -> str:

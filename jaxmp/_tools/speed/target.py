@@ -170,7 +170,7 @@ def tracing_for(target: Target) -> Iterator[None]:
         yield
 
 
-def told(target: Target | None, fn: Callable[P, R]) -> Callable[P, R]:
+def on_target(target: Target | None, fn: Callable[P, R]) -> Callable[P, R]:
     """Returns a function that is called `tracing_for` a target; for None, the function itself."""
     if target is None:
         return fn
