@@ -680,6 +680,17 @@ def _() -> None:
         assert compat.custom_rule(eqn).name == {"custom_vjp_call": "told"}.get(name, "relu")
 
 
+@relied_on("custom_vmap_call: call", "params[call]")
+def _() -> None:
+    fn = jax.custom_batching.custom_vmap(jnp.sin)
+    fn.def_vmap(lambda _size, has_axis, x: (jnp.sin(x), has_axis[0]))
+    eqn = equation("custom_vmap_call", fn, X)
+    called = equation_parameters.for_platform(eqn, "cpu")
+    [one] = inside(called)
+    assert [e.primitive.name for e in compat.closed(one.jaxpr).jaxpr.eqns] == ["sin"]
+    assert (called.invars, called.outvars) == (eqn.invars, eqn.outvars)
+
+
 @relied_on("custom_vjp_call: num_consts")
 def _() -> None:
     eqn = equation("custom_vjp_call", lambda x, w: _rule(w)(x), X, X)
