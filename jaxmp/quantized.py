@@ -37,7 +37,7 @@ from jaxmp._core.products.scaled import Scaled, block_sizes, dequantize
 __all__ = ["QuantizedArray", "from_blocks", "is_quantized", "to_blocks"]
 
 
-# A class of its own beside `Scaled`: Flax, JAX and NumPy read it as a weight, whose dtype is in the
+# Not a `Scaled`: Flax, JAX and NumPy read it as a weight, whose dtype is in the
 # structure of the pytree, and checkpoints have its names.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -302,7 +302,7 @@ def from_blocks(
         float8_e8m0fnu are powers of two, biased by 127. DeepSeek's ``weight_scale_inv`` is such a
         scale, for all its name.
       block: how many values along each axis share a scale, of the last axes, as in (128, 128); the
-        last block of an axis may be short. None: what divides the shape by that of the scales.
+        last block of an axis may be short. None: their shape divided by the scales'.
       axes: the order of the axes of the weight, as for `jnp.transpose`: (1, 0) makes a kernel of
         Flax, ``[in, out]``, of a weight of PyTorch, ``[out, in]``.
       dtype: the dtype of the weight that it stands for.

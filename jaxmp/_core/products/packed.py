@@ -14,10 +14,9 @@ from jax import lax
 
 from jaxmp._core.products.scaled import block_sizes
 
-# How values of 4 bits are packed, by the dtype of the array that they are in: the first in the
-# lowest bits. int4 in int32 has 8 added, as compressed-tensors has it; e2m1 in uint8 is OCP's.
-PACKED: Final = {"uint8": "e2m1", "int32": "int4"}
-_NIBBLES: Final = {"uint8": 2, "int32": 8}
+# The dtypes that values of 4 bits are packed in, and how many are in one, the first in the lowest
+# bits: e2m1 in uint8 is OCP's, int4 in int32, with 8 added, compressed-tensors'.
+PACKED: Final = {"uint8": 2, "int32": 8}
 _OFFSET: Final = np.uint8(8)
 
 
@@ -49,7 +48,7 @@ def pack(values: jax.Array) -> jax.Array:
     dtype = "uint8" if values.dtype == jnp.float4_e2m1fn else "int32"
     each = lax.bitcast_convert_type(values, jnp.uint4)
     each = each ^ jnp.uint4(_OFFSET) if dtype == "int32" else each
-    n = _NIBBLES[dtype]
+    n = PACKED[dtype]
     split = each.reshape(*values.shape[:-1], values.shape[-1] // n, n)
     return lax.bitcast_convert_type(split, jnp.dtype(dtype))
 
