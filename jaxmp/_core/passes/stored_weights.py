@@ -28,7 +28,7 @@ from jaxmp._core.jaxprs.attributes import explicit_sharding
 from jaxmp._core.jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._core.jaxprs.compiler_hints import no_excess_precision
 from jaxmp._core.jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
-from jaxmp._core.jaxprs.scopes import DEQUANTIZE
+from jaxmp._core.jaxprs.scopes import CAST, DEQUANTIZE
 from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.plan.plan import DType, Op, Plan, Step
 from jaxmp._core.plan.rules import FLOAT32
@@ -218,8 +218,9 @@ def _stored_product(
         left, right = (x, weight) if side else (weight, x)
         dims = sides.contracted, sides.batch
         out = lax.dot_general(left, right, dims, preferred_element_type=sums)
-        scale = sides.laid_out(lax.transpose(scale, order), side)
-        return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
+        with jax.named_scope(CAST):
+            scale = sides.laid_out(lax.transpose(scale, order), side)
+            return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
 
     # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
     tangent = functools.partial(product, sums=low)
