@@ -30,15 +30,16 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # As in `autocast_aot.py`: without it the CPU backend sums some bfloat16 products in bfloat16.
@@ -59,6 +60,18 @@ import aot
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
 
+
+class Stages(NamedTuple):
+    """What a model is trained under, fine-tuned under if it is, and served under.
+
+    A fine-tune is of a tenth as many steps more, at a fifth of the learning rate.
+    """
+
+    trained: str
+    tuned: str = ""
+    served: str = ""
+
+
 PERTURBED = "float32, perturbed"
 # In the order in which they run: what everything is compared with comes first.
 RECIPES = {
@@ -75,6 +88,21 @@ RECIPES = {
     "bf16 forward, float32 gradients": "mixed_bfloat16,matmul=bf16:f32:f32",
     "mxfp8": "mixed_bfloat16,matmul=mxfp8",
     "blockwise_float8": "mixed_bfloat16,matmul=blockwise_float8",
+    # The weights served in few bits: rounded after training, fine-tuned for them, trained for them.
+    "bfloat16, fine-tuned": Stages("mixed_bfloat16", "mixed_bfloat16"),
+    **{
+        f"{name}, {how}": stages
+        for name, bits in (
+            ("int4 by row", "int4@row"),
+            ("int4 in blocks", "int4"),
+            ("e2m1 in blocks of 32", "e2m1@32"),
+        )
+        for how, stages in (
+            ("rounded", Stages("mixed_bfloat16", served=f"mixed_bfloat16,weights={bits}")),
+            ("fine-tuned", Stages("mixed_bfloat16", f"mixed_bfloat16,weights={bits}")),
+            ("trained", Stages(f"mixed_bfloat16,weights={bits}")),
+        )
+    },
 }
 TARGET = 0.005  # the most that a recipe's loss may be from float32's
 EIGHT_BITS = ("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "int8")
@@ -164,32 +192,54 @@ class Run:
 
 def train(task: Task, recipe: str, seed: int) -> Run:
     started = time.perf_counter()
-    policy = RECIPES[recipe]
-    model = jaxmp.wrap(task.model, policy)
-    params = model.init(jax.random.key(seed), task.held_out[0][0])["params"]
+    said = RECIPES[recipe]
+    stages = said if isinstance(said, Stages) else Stages(said)
+    params = jaxmp.wrap(task.model, stages.trained).init(jax.random.key(seed), task.held_out[0][0])[
+        "params"
+    ]
     if recipe == PERTURBED:
         params = jax.tree.map(lambda p: p * np.float32(1 + 1e-6), params)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0, task.learning_rate, task.steps // 10, task.steps
-    )
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    loss_fn = loss_under(task, stages.trained)
+    planned, multiplied = products(loss_fn, stages.trained, params, task.held_out[0])
+    params = trained(loss_fn, params, task.batches(seed), task.steps, task.learning_rate)
+    if stages.tuned:
+        loss_fn, steps = loss_under(task, stages.tuned), task.steps // 10
+        more = itertools.islice(task.batches(seed + 1000), steps)
+        params = trained(loss_fn, params, more, steps, task.learning_rate / 5)
+    evaluate = jax.jit(loss_under(task, stages.served) if stages.served else loss_fn)
+    loss = statistics.fmean(float(evaluate(params, batch)) for batch in task.held_out)
+    return Run(loss, planned, multiplied, time.perf_counter() - started)
+
+
+def loss_under(task: Task, policy: str) -> Callable[[Any, Batch], jax.Array]:
+    model = jaxmp.wrap(task.model, policy)
 
     def loss_fn(params: Any, batch: Batch) -> jax.Array:
         logits = model.apply({"params": params}, batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    return loss_fn
+
+
+def trained(
+    loss_fn: Callable[[Any, Batch], jax.Array],
+    params: Any,
+    batches: Iterable[Batch],
+    steps: int,
+    learning_rate: float,
+) -> Any:
+    schedule = optax.warmup_cosine_decay_schedule(0, learning_rate, steps // 10, steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any]:
         updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    planned, multiplied = products(loss_fn, policy, params, task.held_out[0])
     opt_state = tx.init(params)
-    for batch in task.batches(seed):
+    for batch in batches:
         params, opt_state = step(params, opt_state, batch)
-    evaluate = jax.jit(loss_fn)
-    loss = statistics.fmean(float(evaluate(params, batch)) for batch in task.held_out)
-    return Run(loss, planned, multiplied, time.perf_counter() - started)
+    return params
 
 
 def products(loss_fn: Any, policy: str, params: Any, batch: Batch) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._core.printable import shown
 from jaxmp.dtypes import default_device, dtype_name, parse_dtype
-from jaxmp.policy_fields import FIELDS, format_policy, parse_policy
+from jaxmp.policy_fields import FIELDS, check_weights, format_policy, parse_policy
 from jaxmp.recipes import Recipe
 from jaxmp.tree import cast_floating
 
@@ -70,6 +70,13 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         "auto" is the recipe that the default device multiplies fast, for the layers for which it is
         estimated to pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it
         took, and why.
+      weights: The few bits that weights are trained for (quantization-aware training), as they will
+        be stored by `jaxmp.quantize(params, policy)`: "int8", "int4", "float8" or "e2m1", and what
+        shares a scale: "int4@row", "int4@tensor", "int4@32", blocks of so many; None: the dtype
+        that they have. The matrices of at least 4,096 elements among the parameters are rounded,
+        from the values that they have, where the model reads them: the forward pass is, to the bit,
+        the served one, the gradient that of the identity. A product multiplies them in the compute
+        dtype.
       residuals: What is saved for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_products` saves: float32 and
         elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,
@@ -93,8 +100,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     Raises:
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
         `reduce_dtype` or `reduce_scatter_dtype` is neither float32 nor the compute dtype, `matmul`
-        has formats that do not go with the compute dtype, `residuals` is neither "save" nor
-        "recompute", `attention` is not "fused" or names no chip, or `ops` names an unknown class.
+        has formats that do not go with the compute dtype or with `weights`, `weights` names no
+        format, `residuals` is neither "save" nor "recompute", `attention` is not "fused" or names
+        no chip, or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is not a bool, `matmul` is not
         a recipe, or `ops` is not such a mapping.
 
@@ -113,8 +121,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     reduce_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     reduce_scatter_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     saturate: bool = dataclasses.field(default=False, kw_only=True)
-    # Typed loosely: given as a string, too, and kept as a recipe.
+    # Typed loosely: given as strings, too, and kept as a recipe and a format.
     matmul: Any = dataclasses.field(default=None, kw_only=True)
+    weights: Any = dataclasses.field(default=None, kw_only=True)
     residuals: str = dataclasses.field(default="save", kw_only=True)
     attention: str | None = dataclasses.field(default=None, kw_only=True)
     # Likewise: given as a mapping and kept as a tuple.
@@ -134,6 +143,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         for field in FIELDS:
             if field.check is not None:
                 field.check(getattr(self, field.name), compute, f"Policy: {field.name}")
+        check_weights(self.weights, self.matmul)
 
     def cast_to_param(self, x: T) -> T:
         """Casts floating leaves to `param_dtype`; see `jaxmp.tree.cast_floating` for which."""

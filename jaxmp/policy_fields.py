@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 
 from jaxmp._core.chips.words import word_at_chip
 from jaxmp._core.printable import printable, shown
+from jaxmp._core.weight_format import WeightFormat, parse_weights
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -25,7 +26,7 @@ from jaxmp.dtypes import (
     plain_name,
     short_dtype_name,
 )
-from jaxmp.recipes import Recipe, check_goes_with, float8, int8, parse_matmul
+from jaxmp.recipes import FORMATS, Recipe, check_goes_with, float8, int8, parse_matmul
 
 # The classes that `Policy.ops` may give a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("compute", "full_precision", "promote", "move", "as_written")
@@ -111,6 +112,24 @@ def _read_recipe(matmul: Any, what: str) -> Recipe | str | None:
         f"{what} takes a recipe, such as jaxmp.recipes.float8(), its string, 'auto', or None; got "
         f"{shown(matmul)} of type {type(matmul).__name__!r}."
     )
+
+
+def _read_weights(weights: Any, what: str) -> WeightFormat | None:
+    return None if weights is None else parse_weights(weights, what)
+
+
+def check_weights(weights: WeightFormat | None, matmul: Recipe | str | None) -> None:
+    """Refuses weights that are rounded for products in 16 bits where a recipe rounds them itself.
+
+    Raises:
+      ValueError: if the recipe's forward products are in few bits, or may be.
+    """
+    own = isinstance(matmul, str) or (matmul is not None and FORMATS[matmul.forward].scaled)
+    if weights is not None and own:
+        raise ValueError(
+            f"Policy: weights={weights} rounds weights for products in the compute dtype, and "
+            f"matmul={matmul} multiplies forward in a format of its own: say one of them."
+        )
 
 
 def _read_residuals(residuals: Any, what: str) -> str:
@@ -205,6 +224,7 @@ FIELDS: Final = (
     _dtype("reduce_scatter_dtype", ("reduce_scatter",), check=_float32_or_compute),
     Field("saturate", ("saturate",), _read_flag, lambda flag: str(flag).lower(), _parse_flag),
     Field("matmul", ("matmul",), _read_recipe, check=check_goes_with),
+    Field("weights", ("weights",), _read_weights),
     Field("residuals", ("residuals",), _read_residuals, parse=lambda piece: piece.text.lower()),
     Field("attention", ("attention",), _read_attention),
     Field("ops", ("ops",), _read_ops, _show_ops, _parse_ops),

@@ -16,6 +16,8 @@ from flax.traverse_util import flatten_dict
 
 from jaxmp._core.flax import InterceptorContext
 from jaxmp._core.plan.regions import policy_in_force, region
+from jaxmp._core.quantize.trees import trained_as_stored
+from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Found, Overrides
 from jaxmp.policy import Policy
@@ -39,6 +41,13 @@ class Entered:
         self.modules: dict[Hashable, ModuleInfo] = {}
         self.distinct: frozenset[ModuleInfo] | None = None
 
+    def by_path(self) -> dict[Any, ModuleInfo]:
+        """Returns the modules by path, of several with one, as under `nn.scan`, the outermost."""
+        found: dict[Any, ModuleInfo] = {}
+        for module in self.modules.values():
+            found.setdefault(module.path, module)
+        return found
+
 
 def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Hashable:
     """Returns a key that determines the modules a call enters; None if it is not hashable."""
@@ -58,6 +67,11 @@ def own_parameters(module: nn.Module) -> list[Any]:
     """Returns the parameters that a module holds itself; none of one that is not bound."""
     params = {} if module.scope is None else module.variables.get("params", {})
     return jax.tree.leaves([v for v in params.values() if not isinstance(v, Mapping)])
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    """Returns the names in a path into Flax's groups, below the collection."""
+    return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
 
 
 def _plain(value: Any) -> Any:
@@ -108,6 +122,7 @@ class Interceptor:
         self._marked = self.entered.distinct or frozenset()
         self._around: ModuleInfo | None = None  # the module that is being called
         self._outside: Policy | None = None  # the policy in force around a SpectralNorm
+        self._formats: dict[tuple[str, ...], WeightFormat | None] = {}  # that weights were shown in
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that adds this call's kind and marks to the key of every jit cache."""
@@ -121,14 +136,31 @@ class Interceptor:
         modules = self.entered.modules.values()
         self.entered.distinct = distinguished(modules)
         self.overrides.warn_of_other_dtypes(modules)
-        return self.rehearses or not (self.initializing or self.entered.distinct == self._marked)
+        as_marked = self.entered.distinct == self._marked
+        known = self.entered.by_path()
+        as_shown = all(
+            fmt == self.overrides.format_at(path, known) for path, fmt in self._formats.items()
+        )
+        return self.rehearses or not (self.initializing or (as_marked and as_shown))
+
+    def trained_as_stored(self, path: Any, leaf: Any) -> Any:
+        """Returns a parameter, at a path into Flax's groups, as it will be stored."""
+        if self.initializing or not self.overrides.trains_few_bits:
+            return leaf
+        names = _names(path)
+        fmt = self._formats[names] = self.overrides.format_at(names, self._known)
+        return trained_as_stored(names, leaf, fmt)
+
+    @functools.cached_property
+    def _known(self) -> dict[Any, ModuleInfo]:
+        return self.entered.by_path()
 
     def policy_of(self, path: Any) -> Policy | None:
         """Returns the policy of the module that owns the variable at a path into Flax's groups.
 
         None if that module is wrapped by itself, and has cast its variables.
         """
-        names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
+        names = _names(path)
         above = (names[:i] for i in range(len(names), -1, -1))
         module = next((self._by_path[n] for n in above if n in self._by_path), None)
         if module is not None and module.wrapped:

@@ -192,6 +192,7 @@ def _wrapped_method(
         nested = policy_in_force() is not None and not init
         as_written = init or (overrides.is_identity and not nested)
         is_lifted = overrides.stored or overrides.others or not (nested or as_written)
+        is_lifted = is_lifted or (overrides.trains_few_bits and not init)
         kind = kind_of_call(self, method, args, kwargs)
         entered = Entered() if kind is None else entered_by(kind)
 
@@ -248,7 +249,8 @@ def _lift(fn: Method, planned: Method) -> Method:
 
         def run(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
             """Runs the call; raises `_SeenEnoughError` if it must be repeated with other marks."""
-            scopes = scope_fn(_shown(variables, overrides), rngs)
+            shown = _shown(variables, interceptor)
+            scopes = scope_fn(shown, rngs)
             # Flax's counters of random keys are shared with the scopes outside.
             counters = [(counter, dict(counter)) for counter in key_counters(scopes)]
             out = fn(scopes, *args, **kwargs)
@@ -257,7 +259,7 @@ def _lift(fn: Method, planned: Method) -> Method:
                     counter.clear()
                     counter.update(before)
                 raise _SeenEnoughError
-            return out, repack_fn(scopes)
+            return out, _unless_shown(repack_fn(scopes), shown, variables)
 
         if interceptor.initializing:
             out, created = run(variables, rngs, args, kwargs)
@@ -284,14 +286,31 @@ def _map_parameters(fn: Callable[[Any, Any], Any], params: Collection[str], vari
     return jax.tree_util.tree_map_with_path(changed, variables, is_leaf=is_quantized)
 
 
-def _shown(variables: Any, overrides: Overrides) -> Any:
-    """Returns variables as the module sees them: parameters stored in 16 bits as float32."""
+def _shown(variables: Any, interceptor: Interceptor) -> Any:
+    """Returns variables as the module sees them.
 
-    def show(_: Any, leaf: Any) -> Any:
+    Parameters stored in 16 bits are float32, and those that are trained for few as they will be
+    stored.
+    """
+    overrides = interceptor.overrides
+
+    def show(path: Any, leaf: Any) -> Any:
         stored = getattr(leaf, "dtype", None) in overrides.stored
-        return widen(leaf, leaf.dtype) if stored else leaf
+        return interceptor.trained_as_stored(path, widen(leaf, leaf.dtype) if stored else leaf)
 
     return _map_parameters(show, overrides.params, for_float32(variables))
+
+
+def _unless_shown(changed: Any, shown: Any, variables: Any) -> Any:
+    """Returns changed variables, those that are as they were shown as they were."""
+    paths = jax.tree_util.tree_leaves_with_path
+    shows = dict(paths(shown, is_leaf=is_quantized))
+    before = dict(paths(variables, is_leaf=is_quantized))
+
+    def restore(path: Any, leaf: Any) -> Any:
+        return before[path] if path in shows and leaf is shows[path] else leaf
+
+    return jax.tree_util.tree_map_with_path(restore, changed, is_leaf=is_quantized)
 
 
 @jax.named_scope(PARAMETER)

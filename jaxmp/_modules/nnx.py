@@ -20,6 +20,7 @@ from jaxmp._core.flax import is_registered, nnx
 from jaxmp._core.flax_classes import one_per_key, subclass, without_part
 from jaxmp._core.plan.parameters import of_variables
 from jaxmp._core.plan.regions import policy_in_force, region
+from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Overrides, Part
 from jaxmp.policy import Policy, PolicyMap
@@ -105,7 +106,8 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
     def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
         own = overrides.policy_at((), type(self))
         entered = nullcontext() if own is None else region(own)
-        with shown_as_float32(self, overrides.stored), _marked(self, overrides), entered:
+        shown = shown_as_float32(self, overrides.stored, _format_of(self, overrides))
+        with shown, _marked(self, overrides), entered:
             return method(self, *args, **kwargs)
 
     def planned(fn: Method) -> Method:
@@ -126,7 +128,7 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
     def from_outside(self: nnx.Module, args: Any, kwargs: Any) -> Any:
         if policy_in_force() is not None:
             with region(overrides.default):
-                if overrides.stored or _marks(self, overrides):
+                if overrides.stored or overrides.trains_few_bits or _marks(self, overrides):
                     return in_region(self, args, kwargs)
                 return method(self, *args, **kwargs)
         if overrides.is_identity:
@@ -134,6 +136,18 @@ def _lifted(method: Method, overrides: Overrides) -> Method:
         return map_arrays(overrides.output, in_program(self, args, kwargs))
 
     return call
+
+
+def _format_of(
+    module: nnx.Module, overrides: Overrides
+) -> Callable[[tuple[str, ...]], WeightFormat | None]:
+    """Returns which format the weight at a path is trained for."""
+    if not overrides.trains_few_bits:
+        return lambda _: None
+    infos = {info.path or (): info for info in _infos(module, overrides)}
+    for path, inner in nnx.iter_modules(module):
+        infos[_names(path)].wrapped = bool(path) and hasattr(type(inner), "_jaxmp_policy")
+    return lambda path: overrides.format_at(path, infos)
 
 
 @one_per_key

@@ -26,6 +26,7 @@ from jaxmp._core.plan.flops import kept_by_layers
 from jaxmp._core.plan.plan import Plan
 from jaxmp._core.plan.rules import governed
 from jaxmp._core.printable import printable
+from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp.policy import Policy, PolicyMap, shadowed
 
@@ -69,6 +70,7 @@ class Overrides:
       exact: the policy of estimates, which compute in `wide` under any other.
       stored: the 16-bit dtypes that some policy stores parameters in.
       is_identity: whether every policy is float32 throughout.
+      trains_few_bits: whether some policy has ``weights``.
       part: the place in the wrapped module, for a module that is a part of it.
     """
 
@@ -98,6 +100,7 @@ class Overrides:
         self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
         self._computed = {np.dtype(policy.compute_dtype) for policy in policies}
         self.is_identity = all(map(is_identity, policies))
+        self.trains_few_bits = any(policy.weights is not None for policy in policies)
 
     def is_called(self, path: tuple[str, ...] = ()) -> bool:
         """Returns whether this is inside a call of the wrapped module, which holds for its parts.
@@ -116,6 +119,26 @@ class Overrides:
     def policy_at(self, path: Sequence[str], cls: type) -> Policy | None:
         """Returns the policy that the user's map has for a path from here and a class, or None."""
         return self.map.policy_at((*(self.part.path if self.part else ()), *path), cls)
+
+    def format_at(
+        self, path: tuple[str, ...], modules: Mapping[tuple[str, ...], ModuleInfo]
+    ) -> WeightFormat | None:
+        """Returns the format that a weight is trained for, which its modules' policies say.
+
+        A layer's deliberate float32 is what it computes in, and says nothing of that.
+
+        Args:
+          path: the path of the weight.
+          modules: those known, by path.
+        """
+        for at in (path[:i] for i in range(len(path) - 1, -1, -1)):
+            module = modules.get(at)
+            if at and module is not None and module.wrapped:
+                return None  # it is wrapped by itself, and rounds its own
+            policy = self.policy_at(at, module.cls if module else object)
+            if policy is not None:
+                return policy.weights  # type: ignore[no-any-return]
+        return self.default.weights  # type: ignore[no-any-return]
 
     def takes(self, inner: Any, holder: Any) -> bool:
         """Returns whether a module inside one here is a part of the wrapped module.

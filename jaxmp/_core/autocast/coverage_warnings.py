@@ -21,7 +21,8 @@ from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import known_primitives, setting
 from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._core.jaxprs.primitive_table import TABLE
-from jaxmp._core.jaxprs.source import level_of_user, library_line, user_line
+from jaxmp._core.jaxprs.scopes import DEQUANTIZE
+from jaxmp._core.jaxprs.source import in_scope, level_of_user, library_line, user_line
 from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.passes.fused_attention.find import FusedAttention
 from jaxmp._core.plan.flops import contraction_flops
@@ -279,7 +280,20 @@ def warn_precise(plan: Plan, known: set[str]) -> None:
     )
 
 
-COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown, warn_precise)
+def warn_unrounded(plan: Plan, known: set[str]) -> None:
+    """Warns if a policy has ``weights``, and a program with layers reads none in few bits."""
+    fmt = plan.rules.policy.weights
+    steps = [each.step.eqn for each in plan.tally()] if fmt is not None else []
+    layers = any(eqn.primitive.name in LOW for eqn in steps)
+    if layers and not any(in_scope(eqn, DEQUANTIZE) for eqn in steps):
+        _say(
+            f"weights={fmt} rounds no parameter of this program: matrices of at least 4,096 "
+            "elements are, in the arguments that argnums names and in the params of modules.",
+            known,
+        )
+
+
+COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown, warn_precise, warn_unrounded)
 
 
 def overruled(plan: Plan) -> str:

@@ -23,6 +23,9 @@ from flax import errors
 from jaxmp._core.flax import is_graph_node, is_registered, merge_inputs, nnx, split_inputs
 from jaxmp._core.flax_classes import one_per_key, public, subclass
 from jaxmp._core.plan.regions import widen
+from jaxmp._core.quantize.select import Path
+from jaxmp._core.quantize.trees import holds_weight, trained_as_stored
+from jaxmp._core.weight_format import WeightFormat
 from jaxmp.quantized import is_quantized
 
 Function = Callable[..., Any]
@@ -85,22 +88,31 @@ def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 @contextmanager
-def shown_as_float32(tree: Any, stored: Collection[np.dtype[Any]]) -> Iterator[None]:
+def shown_as_float32(
+    tree: Any,
+    stored: Collection[np.dtype[Any]],
+    format_of: Callable[[Path], WeightFormat | None] = lambda _: None,
+) -> Iterator[None]:
     """Shows Params stored in one of these dtypes as float32 values, while a function is traced.
 
-    And quantized ones, whatever dtype they were quantized from.
+    And quantized ones, whatever dtype they were quantized from. Weights that are trained for few
+    bits, in the format of their path, are shown as they will be stored.
     """
     shown_as = []
-    for param in (v for v in _variables(tree) if isinstance(v, nnx.Param)):
-        value = param.get_raw_value()
+    for path, param in nnx.iter_graph(tree):
+        if not isinstance(param, nnx.Param):
+            continue
+        shown = value = param.get_raw_value()
         if is_quantized(value) and value.dtype != np.float32:
             shown = value.for_dtype(np.float32)
-        elif isinstance(value, jax.Array) and value.dtype in stored:
-            shown = widen(value, value.dtype)
-        else:
-            continue
-        shown_as.append((param, value, shown))
-        param.set_raw_value(shown)
+        elif isinstance(value, jax.Array):
+            shown = widen(value, value.dtype) if value.dtype in stored else value
+            if holds_weight(param):
+                names = tuple(map(str, path))
+                shown = trained_as_stored(names, shown, format_of(names))
+        if shown is not value:
+            shown_as.append((param, value, shown))
+            param.set_raw_value(shown)
     try:
         yield
     finally:

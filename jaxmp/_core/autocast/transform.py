@@ -14,6 +14,7 @@ from jaxmp._core.autocast import closures, nnx_calls
 from jaxmp._core.autocast.coverage_warnings import COVERAGE, warn_overlooked
 from jaxmp._core.autocast.eager import EagerPrograms, Run
 from jaxmp._core.autocast.leaked_tracers import refuse_leaked_tracers, with_held_tracers
+from jaxmp._core.autocast.trained_weights import reading_as_stored
 from jaxmp._core.decide.planner import Planner
 from jaxmp._core.decide.planning import Pass, PlansOfJits, plans_of_jits
 from jaxmp._core.execute.environment import cast
@@ -137,10 +138,11 @@ def watched(
 
     No plan is made under a policy that changes nothing.
     """
-    planned = under_policy(fn, policy, by_position(fn, argnums), watch)
     method, modules = nnx_calls.with_module(fn)
-    of_modules = functools.cache(lambda: _under_policy_of_modules(method, policy, argnums, watch))
-    marked = in_region(fn, policy)
+    reading = reading_as_stored(method, policy, argnums)
+    planned = under_policy(reading, policy, by_position(fn, argnums), watch)
+    of_modules = functools.cache(lambda: _under_policy_of_modules(reading, policy, argnums, watch))
+    marked = in_region(reading, policy)
     on_sealed = functools.cache(lambda: watched(opening(method), policy, argnums, watch))
 
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +150,7 @@ def watched(
             args, kwargs = seal((args, kwargs))
             return on_sealed()(*modules, *args, **kwargs)
         if policy_in_force() is not None:
-            return marked(*args, **kwargs)
+            return marked(*modules, *args, **kwargs)
         if is_identity(policy):
             return fn(*args, **kwargs)
         if modules or holds_modules((args, kwargs)):
@@ -316,8 +318,8 @@ def _under_policy_of_modules(
 
 
 def is_identity(policy: Policy) -> bool:
-    """Returns whether a policy changes nothing: one wide dtype, no recipe, and JAX's residuals."""
-    if policy.matmul is not None or policy.residuals != "save":
+    """Returns whether a policy changes nothing: one wide dtype, no few bits, JAX's residuals."""
+    if policy.matmul is not None or policy.weights is not None or policy.residuals != "save":
         return False
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     return all(np.dtype(d) == governed(policy) for d in dtypes)

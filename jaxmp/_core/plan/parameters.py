@@ -25,22 +25,37 @@ Parameters = Callable[[Any, Any], list[bool]]
 
 def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
     """Returns the `Parameters` of a function, by the positions of arguments in its signature."""
+    named = named_arguments(fn, argnums)
+
+    def parameters(args: Any, kwargs: Any) -> list[bool]:
+        given = {**dict(enumerate(args)), **{name: kwargs[name] for name in sorted(kwargs)}}
+        holds = named(args, kwargs)
+        return [x for key, arg in given.items() for x in _of_argument(arg, named=key in holds)]
+
+    return parameters
+
+
+def named_arguments(
+    fn: Callable[..., Any], argnums: Argnums
+) -> Callable[[Any, Any], set[int | str]]:
+    """Returns which `(args, kwargs)` of a call of a function `argnums` names: indices, and names.
+
+    Raises:
+      TypeError: if `argnums` are not integers.
+    """
     positions = read_argnums("autocast", argnums)
     names = _names(fn)
 
-    def parameters(args: Any, kwargs: Any) -> list[bool]:
+    def named(args: Any, kwargs: Any) -> set[int | str]:
         count = max(len(args), len(names), 1)
         if not all(-count <= i < count for i in positions):
             raise ValueError(
                 f"autocast: argnums={argnums}, but {name_of(fn)} has {count} arguments here."
             )
-        named = {i % len(args) if i < 0 and args else i for i in positions}
-        found = [x for i, arg in enumerate(args) for x in _of_argument(arg, named=i in named)]
-        for name in sorted(kwargs):
-            found += _of_argument(kwargs[name], named=names.get(name) in named)
-        return found
+        found = {i % len(args) if i < 0 and args else i for i in positions}
+        return {*found, *(name for name in kwargs if names.get(name) in found)}
 
-    return parameters
+    return named
 
 
 def read_argnums(

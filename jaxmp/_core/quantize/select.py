@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,18 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core.printable import keys_of
-from jaxmp.dtypes import parse_format
-from jaxmp.formats import ALL_FORMATS, Format
-from jaxmp.policy import key_matches
-
-# The formats that weights are stored in.
-_STORED = tuple(ALL_FORMATS[short] for short in ("int8", "int4", "e4m3", "e2m1"))
-_stored_in = functools.partial(
-    parse_format,
-    known=_STORED,
-    what="quantize: format",
-    hint=" For 16 bits, cast: policy.cast_to_param(params).",
-)
+from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, parse_weights
+from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 # Names of parameters that are not matrices; stacked by a scan, they have two axes.
 _NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")
@@ -50,26 +39,34 @@ class FormatRules:
 
     Args:
       formats: a format, or a mapping from patterns to formats or None.
+      granularity: what shares a scale, where a format does not say.
+      block_size: the size of blocks, likewise.
 
     Raises:
       ValueError: if a format is unknown, or the mapping is empty.
       TypeError: if something is neither.
     """
 
-    def __init__(self, formats: Any) -> None:
+    def __init__(
+        self, formats: Any, granularity: str | None = None, block_size: int = BLOCK_SIZE
+    ) -> None:
         pairs = formats.items() if isinstance(formats, Mapping) else [("**", formats)]
-        self.by_pattern: list[tuple[str, Format | None]] = []
+        self.by_pattern: list[tuple[str, WeightFormat | None]] = []
         for pattern, fmt in pairs:
             if not isinstance(pattern, str) or not all(pattern.split("/")):
                 raise TypeError(
                     "quantize: the keys of a mapping are patterns of paths, such as "
                     f"'**/kernel' or 'encoder/layers_*'; got {pattern!r}."
                 )
-            self.by_pattern.append((pattern, None if fmt is None else _stored_in(fmt)))
+            read = fmt
+            if fmt is not None:
+                hint = " For 16 bits, cast: policy.cast_to_param(params)."
+                read = parse_weights(fmt, "quantize: format", granularity, block_size, hint)
+            self.by_pattern.append((pattern, read))
         if not self.by_pattern:
             raise ValueError("quantize: the mapping from patterns to formats is empty.")
 
-    def __call__(self, path: Path) -> Format | None:
+    def __call__(self, path: Path) -> WeightFormat | None:
         """Returns the format of a leaf: of the first pattern to match it or a node it is in."""
         for pattern, fmt in self.by_pattern:
             if matches(pattern, path):
@@ -90,6 +87,61 @@ class FormatRules:
             found = [leaf for leaf in leaves if matches(pattern, leaf.path)]
             if not any(not leaf.why_not for leaf in found):
                 raise ValueError(_no_effect(pattern, found, leaves))
+
+
+class PolicyRules:
+    """Formats by path, as the ``weights`` of a policy or a map of them say.
+
+    Args:
+      policy: the policy or map.
+
+    Raises:
+      ValueError: if no policy in it has ``weights``.
+      TypeError: if a key is a class, which trees do not have.
+    """
+
+    def __init__(self, policy: Policy | PolicyMap) -> None:
+        if isinstance(policy, Policy):
+            policy = PolicyMap({}, default=policy)
+        self._map = policy
+        policies = [policy.default, *(each for _, each in policy.overrides)]
+        if all(each.weights is None for each in policies):
+            raise ValueError(
+                f"quantize: {policy.default if len(policies) == 1 else policy} does not say what "
+                "weights are stored in: add weights=, as in 'mixed_bfloat16,weights=int4'."
+            )
+        for key, _ in policy.overrides:
+            if isinstance(key, type):
+                raise TypeError(
+                    f"quantize: the PolicyMap has the class {key.__name__} as a key, and a tree of "
+                    "parameters does not have the classes of its modules: say their paths."
+                )
+
+    def __call__(self, path: Path) -> WeightFormat | None:
+        """Returns the format of a leaf: that of the innermost module that a key matches."""
+        above = (path[:i] for i in range(len(path) - 1, -1, -1))
+        policies = (self._map.policy_at(module) for module in above)
+        policy = next((p for p in policies if p is not None), self._map.default)
+        return policy.weights  # type: ignore[no-any-return]
+
+    def check(self, leaves: Sequence[Candidate]) -> None:
+        """Raises if nothing is quantized; see `FormatRules.check`."""
+        if not any(not leaf.why_not and self(leaf.path) is not None for leaf in leaves):
+            raise ValueError(_no_effect("**", leaves, leaves))
+
+
+def rules_of(formats: Any, granularity: str | None, block_size: int) -> FormatRules | PolicyRules:
+    """Returns the rules of what `jaxmp.quantize` is given as a format."""
+    if isinstance(formats, str) and "weights=" in formats:
+        formats = get_policy(formats)
+    if not isinstance(formats, (Policy, PolicyMap)):
+        return FormatRules(formats, granularity, block_size)
+    if granularity is not None or block_size != BLOCK_SIZE:
+        raise ValueError(
+            "quantize: a policy says what shares a scale, as in weights=int4@32; leave granularity "
+            "and block_size out."
+        )
+    return PolicyRules(formats)
 
 
 def matches(pattern: str, path: Path) -> bool:

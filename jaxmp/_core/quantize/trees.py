@@ -17,14 +17,16 @@ from jax.typing import DTypeLike
 
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
+from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
-from jaxmp._core.quantize.select import Candidate, FormatRules, names_of, why_not
+from jaxmp._core.quantize.select import Candidate, names_of, rules_of, why_not
+from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, check_granularity
 from jaxmp.formats import Format
+from jaxmp.policy import Policy, PolicyMap
 from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 
 T = TypeVar("T")
-GRANULARITIES: Final = ("tensor", "row", "block")
-BLOCK_SIZE: Final = 64
+MIN_SIZE: Final = 4096
 
 # Tables are looked up and, in a tied head, multiplied row by row: their rows end in the last axis.
 _TABLES = ("embedding", "embeddings")
@@ -34,11 +36,13 @@ _OUTPUTS_FIRST = ("weight",)
 
 def quantize(
     params: T,
-    format: str | DTypeLike | Mapping[str, str | DTypeLike | None] = "int8",  # noqa: A002
+    format: (  # noqa: A002
+        str | DTypeLike | Mapping[str, str | DTypeLike | None] | Policy | PolicyMap
+    ) = "int8",
     *,
     granularity: str | None = None,
     block_size: int = BLOCK_SIZE,
-    min_size: int = 4096,
+    min_size: int = MIN_SIZE,
     straight_through: bool = False,
 ) -> T:
     """Stores the matrices among parameters in few bits: for serving, and as a frozen base.
@@ -59,17 +63,20 @@ def quantize(
     Derivatives treat them as constants. Differentiate with respect to the other parameters (LoRA):
     `jax.grad` with respect to integers fails with JAX's own error, and with respect to float8
     values or scales with jaxmp's. To train the weights themselves for the numbers that they will be
-    stored in (quantization-aware training), call it in the loss function, with `straight_through`.
+    stored in (quantization-aware training), say ``weights`` in the policy, or call this in the loss
+    function, with `straight_through`.
 
     Args:
       params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which
         a copy is returned. Arrays may be NumPy's, `jax.ShapeDtypeStruct`, or traced.
       format: ``"int8"``, ``"int4"``, ``"float8_e4m3fn"`` or ``"e2m1"`` (in blocks of 32 it is
-        MXFP4, whose scales are powers of two); or a mapping from patterns of paths to
-        formats, or to None to leave weights as they are: the first that matches decides, and leaves
-        that none matches stay. Patterns are those of `PolicyMap`, over the path of a leaf:
-        ``"**/kernel"``, ``"encoder"``. int8 and float8 take half the memory of 16 bits; int4, with
-        its scales, 0.31 of it in blocks of 32 and 0.28 in blocks of 64.
+        MXFP4, whose scales are powers of two), also with what shares a scale: ``"int4@row"``,
+        ``"int4@32"``; or a mapping from patterns of paths to formats, or to None to leave weights
+        as they are: the first that matches decides, and leaves that none matches stay. Patterns are
+        those of `PolicyMap`, over the path of a leaf: ``"**/kernel"``, ``"encoder"``. Or a policy
+        with ``weights``, or a map of them: what a model was trained for. int8 and float8 take half
+        the memory of 16 bits; int4, with its scales, 0.31 of it in blocks of 32 and 0.28 in blocks
+        of 64.
       granularity: what shares a scale. ``"row"``: all weights that are summed in one result, one
         scale per output channel; the axis is inferred from names and shapes (a table named
         ``embedding``: a row; else the longest axis but the last). ``"block"``: `block_size` of
@@ -115,9 +122,9 @@ def quantize(
             f"quantize: takes parameters, and {type(params).__name__!r} holds an optimizer's state "
             "too, which must stay as it is: give it state.params."
         )
-    rules = FormatRules(format)
+    rules = rules_of(format, granularity, block_size)
     leaves: list[Candidate] = []
-    chosen: dict[int, Format] = {}
+    chosen: dict[int, WeightFormat] = {}
 
     def look(path: tuple[str, ...], leaf: Any) -> Any:
         if is_quantized(leaf):
@@ -137,19 +144,32 @@ def quantize(
         fmt = chosen.get(next(numbers))
         if fmt is None:
             return leaf
-        name = path[-1] if path else ""
-        # The 15 levels of int4 are too few for a row of thousands of weights.
-        shares = granularity or ("row" if fmt.bits == 8 else "block")
-        shape = scale_shape(name, leaf.shape, shares, int(block_size))
-        still = lax.stop_gradient(leaf) if is_tracer(leaf) else leaf
-        few = _quantized("/".join(path), still, fmt, tuple(shape))
-        return array_of(dataclasses.replace(few, master=leaf)) if straight_through else few
+        return (round_weight if straight_through else store_weight)(path, leaf, fmt)
 
-    _map(look, params)
+    map_parameters(look, params)
     rules.check(leaves)
     numbers = iter(range(len(leaves)))
-    out: T = _map(replace, params)
+    out: T = map_parameters(replace, params)
     return out
+
+
+def store_weight(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> QuantizedArray:
+    """Stores one weight in few bits; its path is that in the tree of parameters."""
+    shape = scale_shape(path[-1] if path else "", leaf.shape, fmt.granularity, fmt.block_size)
+    still = lax.stop_gradient(leaf) if is_tracer(leaf) else leaf
+    return _quantized("/".join(path), still, fmt.format, tuple(shape))
+
+
+def round_weight(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> jax.Array:
+    """Returns one weight as it will be stored, with the derivative of the identity."""
+    with jax.named_scope(CAST):
+        few = store_weight(path, leaf, fmt)
+    return array_of(dataclasses.replace(few, master=leaf))
+
+
+def trained_as_stored(path: tuple[str, ...], leaf: Any, fmt: WeightFormat | None) -> Any:
+    """Returns a parameter as a model reads it under ``weights``: itself if it is not a matrix."""
+    return leaf if fmt is None or why_not(path, leaf, MIN_SIZE) else round_weight(path, leaf, fmt)
 
 
 def dequantize(tree: T) -> T:
@@ -167,7 +187,7 @@ def dequantize(tree: T) -> T:
       >>> jaxmp.dequantize(small)["kernel"].shape
       (64, 64)
     """
-    out: T = _map(lambda _, leaf: leaf.dequantize() if is_quantized(leaf) else leaf, tree)
+    out: T = map_parameters(lambda _, leaf: leaf.dequantize() if is_quantized(leaf) else leaf, tree)
     return out
 
 
@@ -175,7 +195,9 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _map(fn: Callable[[tuple[str, ...], Any], Any], tree: Any, above: tuple[str, ...] = ()) -> Any:
+def map_parameters(
+    fn: Callable[[tuple[str, ...], Any], Any], tree: Any, above: tuple[str, ...] = ()
+) -> Any:
     """Applies `fn(path, leaf)` to each leaf of a tree that may be a parameter."""
     # Linen's variables: only one of the collections holds parameters.
     collections = not above and isinstance(tree, Mapping) and "params" in tree
@@ -186,7 +208,7 @@ def _map(fn: Callable[[tuple[str, ...], Any], Any], tree: Any, above: tuple[str,
         path = names_of(keys)
         if isinstance(node, nnx.Module):
             graphdef, state = nnx.split(node)
-            return nnx.merge(graphdef, _map(fn, state, (*above, *path)))
+            return nnx.merge(graphdef, map_parameters(fn, state, (*above, *path)))
         if collections and path[0] != "params":
             return node
         return fn((*above, *(path[1:] if collections else path)), node)
@@ -198,8 +220,13 @@ def _is_node(node: Any) -> bool:
     return isinstance(node, (QuantizedArray, nnx.Variable, nnx.Module))
 
 
+def holds_weight(variable: Any) -> bool:
+    """Returns whether the matrix in an NNX Variable is quantized: not an adapter's."""
+    return isinstance(variable, nnx.Param) and not isinstance(variable, nnx.LoRAParam)
+
+
 def _of_variable(fn: Callable[..., Any], path: tuple[str, ...], variable: Any) -> Any:
-    if not isinstance(variable, nnx.Param) or isinstance(variable, nnx.LoRAParam):
+    if not holds_weight(variable):
         return variable
     value = variable.get_raw_value()
     new = fn(path, value)
@@ -324,24 +351,3 @@ def _nearest(size: int, block: int) -> int:
     """
     divisors = {d for i in range(1, math.isqrt(size) + 1) if size % i == 0 for d in (i, size // i)}
     return min(divisors, key=lambda d: (max(d / block, block / d), -d))
-
-
-def check_granularity(granularity: object, block_size: object) -> None:
-    """Raises unless both are what `jaxmp.quantize` takes.
-
-    Raises:
-      ValueError: if the granularity is unknown, or the size of blocks is below 2.
-      TypeError: if the size of blocks is not an integer.
-    """
-    if granularity not in (None, *GRANULARITIES):
-        raise ValueError(
-            f"quantize: granularity is {granularity!r}; it is one of "
-            f"{', '.join(map(repr, GRANULARITIES))}, or None for the format's own."
-        )
-    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)):
-        raise TypeError(
-            f"quantize: block_size is how many weights share a scale, an integer; got "
-            f"{block_size!r} of type {type(block_size).__name__!r}."
-        )
-    if block_size < 2:
-        raise ValueError(f"quantize: block_size must be at least 2; got {block_size}.")

@@ -1,0 +1,291 @@
+"""A policy's ``weights``: what is trained is, to the bit, what `jaxmp.quantize` stores of it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+from support import slow_when
+
+LOW = "mixed_bfloat16"
+WEIGHTS = ("int4@32", "int8", "int8@tensor", "int4@row", "float8", "e2m1@32")
+X = np.random.default_rng(0).normal(size=(16, 64)).astype("float32")
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(64, name="down")(nn.gelu(nn.Dense(128, name="up")(x))), None
+
+
+class Linen(nn.Module):
+    layer: type = Layer
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(self.layer, length=2, **options)(name="layers")(x, None)
+        return nn.Dense(64, name="head")(x)
+
+
+class Norm(nnx.Module):
+    """A model with state that a call changes."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.head = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(128, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.gelu(self.norm(self.up(x))))
+
+
+def function(params, x):
+    rows = params["embedding"][jnp.arange(16) % 7]
+    return jnp.tanh((x + rows) @ params["up"]) @ params["embedding"].T
+
+
+def params_of_function():
+    rng = np.random.default_rng(1)
+    shapes = {"embedding": (64, 128), "up": (128, 128)}
+    params = {k: (rng.normal(size=s) / 8).astype("float32") for k, s in shapes.items()}
+    return params, np.tile(X, 2)
+
+
+@pytest.mark.parametrize("bits", WEIGHTS)
+@slow_when(lambda bits: bits not in WEIGHTS[:2])  # less of the same
+def test_a_function(bits):
+    params, x = params_of_function()
+    trains = f"{LOW},weights={bits}"
+    served = jaxmp.autocast(function, LOW)(jaxmp.quantize(params, trains), x)
+    np.testing.assert_array_equal(jaxmp.autocast(function, trains)(params, x), served)
+    assert np.abs(served - function(params, x)).max() > 1e-3  # it is rounded
+    # By name, and in an autocast around it.
+    inner = jaxmp.autocast(function, trains)
+    around = jaxmp.autocast(lambda p, x: inner(x=x, params=p), LOW)
+    np.testing.assert_array_equal(around(params, x), served)
+
+
+@pytest.mark.parametrize("bits", WEIGHTS)
+@slow_when(lambda bits: bits not in WEIGHTS[:2])
+@pytest.mark.parametrize("layer", [Layer, nn.remat(Layer)], ids=["scan", "scan of remat"])
+def test_a_linen_module(layer, bits):
+    model, trains = Linen(layer), f"{LOW},weights={bits}"
+    variables = model.init(jax.random.key(0), X)
+    few = jaxmp.quantize(variables, trains)
+    trained, serves = jaxmp.wrap(model, trains), jaxmp.wrap(model, LOW)
+    served = jax.jit(serves.apply)(few, X)
+    np.testing.assert_array_equal(jax.jit(trained.apply)(variables, X), served)
+
+    def loss(model, variables, x):
+        out = model.apply(variables, x)
+        return jnp.sum(out**2), out
+
+    # In another autocast, the last bits of a product depend on how XLA fuses what is around.
+    around = [
+        jax.jit(jaxmp.autocast(functools.partial(loss, m), LOW))(v, X)[1]
+        for m, v in ((trained, variables), (serves, few))
+    ]
+    np.testing.assert_array_equal(*around)
+    (grads, _) = jax.jit(jax.grad(functools.partial(loss, trained), has_aux=True))(variables, X)
+    exact, _ = jax.grad(functools.partial(loss, model), has_aux=True)(jaxmp.dequantize(few), X)
+    for got, want in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
+        assert got.dtype == jnp.float32
+        assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("bits", WEIGHTS)
+@slow_when(lambda bits: bits not in WEIGHTS[:2])
+def test_an_nnx_module(bits):
+    trains = f"{LOW},weights={bits}"
+    model, twin = Norm(), jaxmp.quantize(Norm(), trains)
+
+    @nnx.jit
+    def run(model, x):
+        return model(x), model.norm.mean[...]
+
+    served, stats = run(jaxmp.wrap(twin, LOW), X)
+    wrapped = jaxmp.wrap(model, trains)
+    out, moved = run(wrapped, X)
+    np.testing.assert_array_equal(out, served)
+    np.testing.assert_array_equal(moved, stats)
+    assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # the call moved the average
+    np.testing.assert_array_equal(model.up.kernel[...], Norm().up.kernel[...])  # and no weight
+    grads = nnx.grad(lambda m, x: jnp.sum(m(x) ** 2))(wrapped, X)
+    assert grads["up"]["kernel"][...].dtype == jnp.float32
+    as_argument = jaxmp.autocast(lambda m, x: m(x), trains)(Norm(), X)
+    np.testing.assert_array_equal(
+        as_argument, jaxmp.autocast(lambda m, x: m(x), LOW)(jaxmp.quantize(Norm(), trains), X)
+    )
+
+
+def is_stored(tree):
+    leaves = jax.tree.leaves(tree, is_leaf=jaxmp.quantized.is_quantized)
+    return [jaxmp.quantized.is_quantized(leaf) for leaf in leaves if leaf.size >= 4096]
+
+
+def test_by_path_a_map_says_the_same_to_training_and_to_serving():
+    model = Linen()
+    variables = model.init(jax.random.key(0), X)
+    policies = jaxmp.PolicyMap({"layers/up": LOW, "head": LOW}, default=f"{LOW},weights=int4")
+    few = jaxmp.quantize(variables, policies)
+    assert is_stored(few) == [False, True, False]  # head, layers/down, layers/up
+    trained = jax.jit(jaxmp.wrap(model, policies).apply)(variables, X)
+    served = jax.jit(jaxmp.wrap(model, LOW).apply)(few, X)
+    np.testing.assert_array_equal(trained, served)
+    inside = jaxmp.PolicyMap({"layers/**": f"{LOW},weights=int8"}, default=LOW)
+    assert is_stored(jaxmp.quantize(variables, inside)) == [False, True, True]
+
+
+def test_by_class_where_modules_are_discovered_in_the_first_call():
+    model = Linen()
+    variables = model.init(jax.random.key(0), X)
+    policies = jaxmp.PolicyMap({Layer: f"{LOW},weights=int4"}, default=LOW)
+    few = jaxmp.quantize(variables, {"layers": "int4"})
+    served = jax.jit(jaxmp.wrap(model, LOW).apply)(few, X)
+    trained = jaxmp.wrap(model, policies)
+    np.testing.assert_array_equal(jax.jit(trained.apply)(variables, X), served)
+    with pytest.raises(TypeError, match="has the class Layer as a key"):
+        jaxmp.quantize(variables, policies)
+    nnx_model = Norm()
+    by_class = jaxmp.PolicyMap({nnx.Linear: f"{LOW},weights=int4"}, default=LOW)
+    np.testing.assert_array_equal(
+        jaxmp.wrap(Norm(), by_class)(X), jaxmp.wrap(jaxmp.quantize(nnx_model, "int4"), LOW)(X)
+    )
+
+
+def test_a_part_called_by_itself_and_a_module_wrapped_by_itself():
+    model, trains = Norm(), f"{LOW},weights=int4"
+    wrapped = jaxmp.wrap(model, trains)
+    few = jaxmp.wrap(jaxmp.quantize(Norm(), "int4"), LOW)
+    np.testing.assert_array_equal(wrapped.up(X), few.up(X))
+    # A module inside that was wrapped by itself says so itself.
+    outer = Norm()
+    outer.up = jaxmp.wrap(outer.up, LOW)
+    np.testing.assert_array_equal(
+        jaxmp.wrap(outer, trains)(X),
+        jaxmp.wrap(jaxmp.quantize(Norm(), {"head": "int4"}), LOW)(X),
+    )
+
+
+def test_what_a_module_returns_of_its_parameters_is_what_it_was_given():
+    model = jaxmp.wrap(Linen(), f"{LOW},weights=int4")
+    variables = model.init(jax.random.key(0), X)
+    np.testing.assert_array_equal(
+        variables["params"]["head"]["kernel"],
+        Linen().init(jax.random.key(0), X)["params"]["head"]["kernel"],
+    )
+    _, changed = model.apply(variables, X, mutable=["params"])
+    chex_equal = jax.tree.map(lambda a, b: bool((a == b).all()), changed, variables)
+    assert jax.tree.all(chex_equal)
+
+
+def test_training_in_float32_for_few_bits():
+    params, x = params_of_function()
+    got = jaxmp.autocast(function, "float32,weights=int8")(params, x)
+    want = function(jaxmp.dequantize(jaxmp.quantize(params, "int8")), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert np.abs(got - function(params, x)).max() > 1e-3
+
+
+def test_weights_that_are_stored_already_are_read_as_they_are():
+    params, x = params_of_function()
+    few = jaxmp.quantize(params, "int4@row")
+    np.testing.assert_array_equal(
+        jaxmp.autocast(function, f"{LOW},weights=int8")(few, x),
+        jaxmp.autocast(function, LOW)(few, x),
+    )
+
+
+def test_under_fsdp_and_resumed_in_the_middle(tmp_path):
+    """Eight devices, weights split: the losses of one device; and a run that was interrupted."""
+    model, tx = jaxmp.wrap(Linen(), f"{LOW},weights=int4"), optax.adam(1e-2)
+    variables = model.init(jax.random.key(0), X)
+
+    @jax.jit
+    def step(variables, state, x):
+        loss, grads = jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+        updates, state = tx.update(grads, state, variables)
+        return optax.apply_updates(variables, updates), state, loss
+
+    def run(variables, state, steps):
+        losses = []
+        for _ in range(steps):
+            variables, state, loss = step(variables, state, X)
+            losses.append(float(loss))
+        return variables, state, losses
+
+    *at_3, first = run(variables, tx.init(variables), 3)
+    np.savez(tmp_path / "run.npz", *jax.tree.leaves(at_3))
+    with np.load(tmp_path / "run.npz") as saved:
+        restored = jax.tree.unflatten(jax.tree.structure(at_3), [saved[k] for k in saved.files])
+    straight, again = run(*at_3, 3)[2], run(*restored, 3)[2]
+    assert straight == again
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        split = jax.tree.map(
+            lambda w: jax.device_put(w, jax.NamedSharding(mesh, P(*[None] * (w.ndim - 1), "data"))),
+            variables,
+        )
+        losses = run(split, tx.init(split), 3)[2]
+    np.testing.assert_allclose(losses, first, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("mixed_bfloat16,weights=int3", "names no format .*the formats are int8, int4, e4m3, e2m1"),
+        ("mixed_bfloat16,weights=int4@rows", "after the @ is what shares a scale"),
+        ("mixed_bfloat16,weights=int4@1", "2 or more"),
+        ("mixed_float8,weights=int4", "matmul=float8 multiplies forward in a format of its own"),
+        ("mixed_bfloat16,matmul=auto,weights=int4", "say one of them"),
+    ],
+)
+def test_wrong_policies(policy, says):
+    with pytest.raises(ValueError, match=says):
+        jaxmp.get_policy(policy)
+
+
+def test_wrong_uses_of_quantize():
+    params, _ = params_of_function()
+    with pytest.raises(ValueError, match="does not say what weights are stored in: add weights="):
+        jaxmp.quantize(params, jaxmp.get_policy(LOW))
+    with pytest.raises(ValueError, match="a policy says what shares a scale"):
+        jaxmp.quantize(params, f"{LOW},weights=int4", block_size=32)
+    with pytest.raises(ValueError, match="and so does granularity='row'"):
+        jaxmp.quantize(params, "int4@32", granularity="row")
+    with pytest.raises(ValueError, match="nothing to quantize"):
+        jaxmp.quantize({"w": np.ones((8, 8), "float32")}, f"{LOW},weights=int4")
+
+
+def test_a_program_whose_weights_are_none_is_warned_of():
+    fn = jaxmp.autocast(lambda w, x: x @ w, f"{LOW},weights=int4")
+    with pytest.warns(UserWarning, match="weights=int4 rounds no parameter of this program"):
+        fn(np.ones((8, 8), "float32"), X[:, :8])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fn(np.ones((64, 64), "float32"), X)
+
+
+def test_tools_see_casts_of_jaxmp_and_no_finding():
+    model = jaxmp.wrap(Linen(), f"{LOW},weights=int4@row")
+    variables = model.init(jax.random.key(0), X)
+    for report in (
+        jaxmp.audit(jax.grad(lambda v, x: jnp.sum(model.apply(v, x))))(variables, X),
+        jaxmp.audit(jaxmp.wrap(Linen(), LOW).apply)(jaxmp.quantize(variables, "int4@row"), X),
+    ):
+        assert not report.findings
+        assert "by the author" not in str(report)
+    backward = jaxmp.get_policy(f"{LOW},matmul=bf16:float8:float8,weights=int8")
+    assert str(backward) == f"{LOW},matmul=bf16:float8:float8,weights=int8"
