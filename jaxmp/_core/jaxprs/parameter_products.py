@@ -72,8 +72,8 @@ def contract(
       operands: its operands, in the low dtype; integers, as ragged products have, as they are.
       parameters: the parameters that operands are copies of, by the operand's position.
       low: the dtype of the result.
-      without: an operand whose gradient is computed elsewhere.
-      out: its result, where that is computed otherwise, to no derivative; None: it is computed.
+      without: an operand whose gradient is computed elsewhere: by `out`, if that is given.
+      out: its result, where that is computed otherwise; None: it is computed.
     """
     sources = tuple((i, p.moves, *in_float32(p.array)) for i, p in parameters.items())
     run = _contraction(PrimitiveCall.of(eqn), in_float32(*operands), sources, low, without)
@@ -104,6 +104,8 @@ def _contraction(
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         operands, terms = primals[1 : 1 + count], []
+        if not isinstance(tangents[0], SymbolicZero):
+            terms.append(tangents[0])
         for i, tangent in enumerate(tangents[1:]):
             if isinstance(tangent, SymbolicZero) or i in sides or i == without:
                 continue  # a copy's tangent is its parameter's

@@ -82,13 +82,13 @@ class StoredDot(Op):
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
         product = _stored_product(sides, weight.side, weight.order, x.dtype)
         stored = env.arrays[weight.values], env.arrays[weight.scale]
+        out = product(x, *stored)
         if not weight.trained:
-            return [product(x, *stored)]
-        [x] = parameter_products.without_tangents(x)
-        parameters = self.dot.given(step, env)
-        operands, out = env.operands(step), product(x, *stored)
-        low = low_of(step)
-        return [parameter_products.contract(eqn, operands, parameters, low, out=out)]
+            return [out]
+        parameters, low = self.dot.given(step, env), low_of(step)
+        operands = env.operands(step)
+        contract = parameter_products.contract
+        return [contract(eqn, operands, parameters, low, without=other, out=out)]
 
     def reads(self, step: Step) -> list[Any]:
         return [*super().reads(step), self.weight.values, self.weight.scale]

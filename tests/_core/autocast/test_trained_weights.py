@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from support import slow_when
+from support import needs_tpu_compiler, slow_when
 
 LOW = "mixed_bfloat16"
 WEIGHTS = ("int4@32", "int8", "int8@tensor", "int4@row", "float8", "e2m1@32")
@@ -122,6 +122,10 @@ def test_an_nnx_module(bits):
     np.testing.assert_array_equal(moved, stats)
     assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # the call moved the average
     np.testing.assert_array_equal(model.up.kernel[...], Norm().up.kernel[...])  # and no weight
+    inside = [
+        jaxmp.autocast(lambda m, x: m(x), LOW)(m, X) for m in (wrapped, jaxmp.wrap(twin, LOW))
+    ]
+    np.testing.assert_array_equal(*inside)
     grads = nnx.grad(lambda m, x: jnp.sum(m(x) ** 2))(wrapped, X)
     assert grads["up"]["kernel"][...].dtype == jnp.float32
     as_argument = jaxmp.autocast(lambda m, x: m(x), trains)(Norm(), X)
@@ -240,6 +244,38 @@ def test_under_fsdp_and_resumed_in_the_middle(tmp_path):
         )
         losses = run(split, tx.init(split), 3)[2]
     np.testing.assert_allclose(losses, first, rtol=0.01)
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+def test_fsdp_gathers_codes():
+    """Compiled for eight v5e: scales by row are multiplied after the sums, and codes cross."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    rows = jax.NamedSharding(mesh, P("data"))
+    shapes = {"up": (1024, 4096), "down": (4096, 1024)}
+    params = {k: jax.ShapeDtypeStruct(s, "float32", sharding=rows) for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((4096, 1024), "float32", sharding=rows)
+
+    def crossing(policy):
+        @functools.partial(jaxmp.autocast, policy=policy)
+        def loss(params, x):
+            return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"]) ** 2)
+
+        def step(params, x):
+            grads = jax.grad(loss)(params, x)
+            return jax.lax.with_sharding_constraint(grads, {"up": rows, "down": rows})
+
+        program = jaxmp.preflight(step, target="tpu-v5e:2x4")(params, x)["as written"].program
+        kinds = ("all-gather", "collective-permute")
+        sizes = {}
+        for (kind, dtype), (_, size) in program.collectives.items():
+            if kind in kinds:
+                sizes[dtype] = sizes.get(dtype, 0) + size
+        return sizes
+
+    before, after = crossing(LOW), crossing(f"{LOW},weights=int8")
+    assert after.get("bfloat16", 0) == 0
+    assert sum(after.values()) < 0.6 * sum(before.values())
 
 
 @pytest.mark.parametrize(
