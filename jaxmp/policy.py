@@ -77,6 +77,10 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         from the values that they have, where the model reads them: the forward pass is, to the bit,
         the served one, the gradient that of the identity. A product multiplies them in the compute
         dtype.
+      activations: The 8 bits in which activations are multiplied with weights in few bits, those
+        that are trained with `weights` and those that `jaxmp.quantize` stored with one scale for
+        each sum: "int8", with integers, or "float8", with floats; None: the compute dtype. Each row
+        has a scale of its own, from its largest magnitude. Their gradient is that of the identity.
       residuals: What is saved for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_products` saves: float32 and
         elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,
@@ -124,6 +128,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     # Typed loosely: given as strings, too, and kept as a recipe and a format.
     matmul: Any = dataclasses.field(default=None, kw_only=True)
     weights: Any = dataclasses.field(default=None, kw_only=True)
+    activations: str | None = dataclasses.field(default=None, kw_only=True)
     residuals: str = dataclasses.field(default="save", kw_only=True)
     attention: str | None = dataclasses.field(default=None, kw_only=True)
     # Likewise: given as a mapping and kept as a tuple.
@@ -143,7 +148,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         for field in FIELDS:
             if field.check is not None:
                 field.check(getattr(self, field.name), compute, f"Policy: {field.name}")
-        check_weights(self.weights, self.matmul)
+        check_weights(self.weights, self.activations, self.matmul)
 
     def cast_to_param(self, x: T) -> T:
         """Casts floating leaves to `param_dtype`; see `jaxmp.tree.cast_floating` for which."""

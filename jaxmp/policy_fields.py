@@ -23,9 +23,11 @@ from jaxmp.dtypes import (
     half_dtype,
     is_dtype_name,
     parse_dtype,
+    parse_format,
     plain_name,
     short_dtype_name,
 )
+from jaxmp.formats import ALL_FORMATS
 from jaxmp.recipes import FORMATS, Recipe, check_goes_with, float8, int8, parse_matmul
 
 # The classes that `Policy.ops` may give a primitive; `jaxmp.autocast` says what each one means.
@@ -33,6 +35,9 @@ OP_CLASSES: Final = ("compute", "full_precision", "promote", "move", "as_written
 
 # The values of `Policy.residuals`.
 RESIDUALS: Final = ("save", "recompute")
+
+# The values of `Policy.activations`.
+ACTIVATIONS: Final = (ALL_FORMATS["int8"], ALL_FORMATS["e4m3"])
 
 # The value of `Policy.attention`, by itself or with the name of a chip.
 FUSED: Final = "fused"
@@ -118,17 +123,43 @@ def _read_weights(weights: Any, what: str) -> WeightFormat | None:
     return None if weights is None else parse_weights(weights, what)
 
 
-def check_weights(weights: WeightFormat | None, matmul: Recipe | str | None) -> None:
-    """Refuses weights that are rounded for products in 16 bits where a recipe rounds them itself.
+def _read_activations(activations: Any, what: str) -> str | None:
+    if activations is None:
+        return None
+    return parse_format(activations, ACTIVATIONS, what).short
+
+
+def check_weights(
+    weights: WeightFormat | None, activations: str | None, matmul: Recipe | str | None
+) -> None:
+    """Refuses weights and activations that do not go together, or with a recipe.
 
     Raises:
-      ValueError: if the recipe's forward products are in few bits, or may be.
+      ValueError: if the recipe's forward products are in few bits, or may be; or if activations are
+        of another kind than the weights, or these have several scales in a sum.
     """
     own = isinstance(matmul, str) or (matmul is not None and FORMATS[matmul.forward].scaled)
     if weights is not None and own:
         raise ValueError(
             f"Policy: weights={weights} rounds weights for products in the compute dtype, and "
             f"matmul={matmul} multiplies forward in a format of its own: say one of them."
+        )
+    if activations is not None and own:
+        raise ValueError(
+            f"Policy: activations={activations} is for products with stored weights, and "
+            f"matmul={matmul} multiplies forward in a format of its own: say one of them."
+        )
+    if weights is None or activations is None:
+        return
+    if weights.granularity == "block":
+        raise ValueError(
+            f"Policy: activations={activations} needs one scale for all weights that are summed, "
+            f"and weights={weights} has one for each block: say weights={weights.short}@row."
+        )
+    if ALL_FORMATS[activations].integer != weights.format.integer:
+        raise ValueError(
+            f"Policy: activations={activations} and weights={weights}: integers multiply integers, "
+            "and floats floats."
         )
 
 
@@ -225,6 +256,7 @@ FIELDS: Final = (
     Field("saturate", ("saturate",), _read_flag, lambda flag: str(flag).lower(), _parse_flag),
     Field("matmul", ("matmul",), _read_recipe, check=check_goes_with),
     Field("weights", ("weights",), _read_weights),
+    Field("activations", ("activations",), _read_activations),
     Field("residuals", ("residuals",), _read_residuals, parse=lambda piece: piece.text.lower()),
     Field("attention", ("attention",), _read_attention),
     Field("ops", ("ops",), _read_ops, _show_ops, _parse_ops),

@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._core.flax import AxisMetadata
-from jaxmp._core.jaxprs.scopes import DEQUANTIZE, EXACTLY
+from jaxmp._core.jaxprs.scopes import CAST, DEQUANTIZE, EXACTLY
 from jaxmp._core.printable import shown
 from jaxmp._core.products.packed import (
     PACKED,
@@ -218,7 +218,7 @@ def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Arra
       'bfloat16'
     """
     to = weight.dtype if dtype is None else np.dtype(dtype)
-    with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTIZE):
+    with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTIZE), jax.named_scope(CAST):
         if weight.master is not None:
             master = lax.convert_element_type(weight.master, np.float32)
             full = _straight_through(master, weight.values, weight.scale)

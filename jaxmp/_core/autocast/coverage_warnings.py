@@ -25,6 +25,7 @@ from jaxmp._core.jaxprs.scopes import DEQUANTIZE
 from jaxmp._core.jaxprs.source import in_scope, level_of_user, library_line, user_line
 from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.passes.fused_attention.find import FusedAttention
+from jaxmp._core.passes.stored_weights import DequantizedDot, StoredDot
 from jaxmp._core.plan.flops import contraction_flops
 from jaxmp._core.plan.parameters import overlooked
 from jaxmp._core.plan.plan import DType, Plan, Step
@@ -192,7 +193,27 @@ def _to_govern(plan: Plan) -> Asked:
     )
 
 
-ASKED = (_to_quantize, _to_fuse, _to_narrow, _to_govern)
+def _to_round_activations(plan: Plan) -> Asked | None:
+    activations = plan.rules.policy.activations
+    if activations is None:
+        return None
+
+    def why_not(step: Step) -> str | None:
+        if not isinstance(step.op, StoredDot) or step.op.activations is not None:
+            return None
+        if isinstance(step.op, DequantizedDot):
+            return "the weight has several scales in a sum, or is a convolution's"
+        return "the weight is of the other kind, integers or floats"
+
+    return Asked(
+        lambda step: isinstance(step.op, StoredDot) and step.op.activations is not None,
+        why_not,
+        f"activations={activations}: {{share}} of the FLOPs of stored weights multiply 16 bits: "
+        "{why}.",
+    )
+
+
+ASKED = (_to_round_activations, _to_quantize, _to_fuse, _to_narrow, _to_govern)
 
 
 def warn_overlooked(
@@ -281,16 +302,26 @@ def warn_precise(plan: Plan, known: set[str]) -> None:
 
 
 def warn_unrounded(plan: Plan, known: set[str]) -> None:
-    """Warns if a policy has ``weights``, and a program with layers reads none in few bits."""
-    fmt = plan.rules.policy.weights
-    steps = [each.step.eqn for each in plan.tally()] if fmt is not None else []
+    """Warns of ``weights`` or ``activations`` where layers read no weight in few bits."""
+    policy = plan.rules.policy
+    if policy.weights is None and policy.activations is None:
+        return
+    steps = [each.step.eqn for each in plan.tally()]
     layers = any(eqn.primitive.name in LOW for eqn in steps)
-    if layers and not any(in_scope(eqn, DEQUANTIZE) for eqn in steps):
+    if not layers or any(in_scope(eqn, DEQUANTIZE) for eqn in steps):
+        return
+    if policy.weights is None:
         _say(
-            f"weights={fmt} rounds no parameter of this program: matrices of at least 4,096 "
-            "elements are, in the arguments that argnums names and in the params of modules.",
+            f"activations={policy.activations} changes nothing: no product of this program reads a "
+            "weight in few bits. Give it what jaxmp.quantize returns, or say weights= as well.",
             known,
         )
+        return
+    _say(
+        f"weights={policy.weights} rounds no parameter of this program: matrices of at least 4,096 "
+        "elements are, in the arguments that argnums names and in the params of modules.",
+        known,
+    )
 
 
 COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown, warn_precise, warn_unrounded)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -33,8 +34,10 @@ from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.plan.plan import DType, Op, Plan, Step
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.plan.why import Kind
+from jaxmp._core.products.derivative import quantize
 from jaxmp._core.products.product import Sides, sums_in
 from jaxmp._core.products.scaled import Scaled, dequantize
+from jaxmp.formats import ALL_FORMATS, Format, format_of
 
 _LINEAR: Final = ("dot_general", "conv_general_dilated")
 
@@ -66,10 +69,12 @@ class StoredDot(Op):
     Attributes:
       weight: the weight.
       dot: the op of the product as it is written, whose derivative it has if the weight is trained.
+      activations: the format that the other operand is rounded to, if it is.
     """
 
     weight: Stored
     dot: Dot
+    activations: Format | None = None
 
     @property
     def parameters(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -80,7 +85,7 @@ class StoredDot(Op):
         weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
         x = env.read(eqn.invars[other], step.casts[other])
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
-        product = _stored_product(sides, weight.side, weight.order, x.dtype)
+        product = _stored_product(sides, weight.side, weight.order, x.dtype, self.activations)
         stored = env.arrays[weight.values], env.arrays[weight.scale]
         out = product(x, *stored)
         if not weight.trained:
@@ -182,8 +187,13 @@ def _scaled_after(step: Step, stored: Mapping[Any, Stored]) -> Step:
     one = all(scales[i] == 1 for i in contracted[weight.side])
     if not one or not all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
         return step
-    op = StoredDot(weight, cast(Dot, step.op))
-    return dataclasses.replace(step, op=op, why=step.why.noted(Kind.STORED))
+    said = step.rules.policy.activations
+    fmt = None if said is None else ALL_FORMATS[said]
+    if fmt is not None and fmt.integer != format_of(dtype_of(weight.values)).integer:
+        fmt = None
+    op = StoredDot(weight, cast(Dot, step.op), fmt)
+    noted = (Kind.STORED,) if fmt is None else (Kind.STORED_WITH, fmt.name)
+    return dataclasses.replace(step, op=op, why=step.why.noted(*noted))
 
 
 def _dequantized_again(step: Step, stored: Mapping[Any, Stored]) -> Step:
@@ -210,22 +220,28 @@ def _multiplied(step: Step, stored: Mapping[Any, Stored]) -> Stored | None:
 
 @functools.lru_cache(maxsize=1024)
 def _stored_product(
-    sides: Sides, side: int, order: tuple[int, ...], low: DType
+    sides: Sides, side: int, order: tuple[int, ...], low: DType, activations: Format | None
 ) -> Callable[..., Any]:
-    def product(x: Any, values: Any, scale: Any, sums: DType) -> Any:
-        """Computes the product, summed in dtype `sums`."""
-        weight = lax.convert_element_type(lax.transpose(values, order), low)
-        left, right = (x, weight) if side else (weight, x)
+    def product(x: Any, values: Any, scale: Any, fmt: Format | None, sums: DType) -> Any:
+        """Computes the product, summed in dtype `sums`; of `x` in a format if one is given."""
+        copy = Scaled(x, None) if fmt is None else quantize(x, fmt, sides.contracted[1 - side])
+        with jax.named_scope(CAST):
+            weight = lax.convert_element_type(lax.transpose(values, order), copy.values.dtype)
+        left, right = (copy.values, weight) if side else (weight, copy.values)
         dims = sides.contracted, sides.batch
         out = lax.dot_general(left, right, dims, preferred_element_type=sums)
         with jax.named_scope(CAST):
+            out = lax.convert_element_type(out, FLOAT32)
+            if copy.scale is not None:
+                out = out * sides.laid_out(copy.scale, 1 - side)
             scale = sides.laid_out(lax.transpose(scale, order), side)
-            return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
+            return lax.convert_element_type(out * scale, low)
 
+    exact = np.dtype(np.int32) if activations and activations.integer else sums_in(low)
     # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
-    tangent = functools.partial(product, sums=low)
+    tangent = functools.partial(product, fmt=None, sums=low)
     # Not jitted: it would be traced once, with the source line of its first caller.
-    return _saving_stored(functools.partial(product, sums=sums_in(low)), tangent)
+    return _saving_stored(functools.partial(product, fmt=activations, sums=exact), tangent)
 
 
 def _saving_stored(product: Callable[..., Any], tangent: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,6 +87,7 @@ class Kind(enum.StrEnum):
     NOT_QUANTIZED = "; not {1}: {0}"
     INTENDED = ""  # not quantized on purpose: it is not a layer, or the last one
     STORED = " (stored values, scaled after)"
+    STORED_WITH = " (stored values, activations in {}, scaled after)"
     SOFTMAX = " (of a softmax: its probabilities are kept in {bits}, and nothing else of it)"
     PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
     FUSED = "; attention, computed by {} on {}"

@@ -266,6 +266,7 @@ def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> Quanti
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
+@jax.named_scope(CAST)
 def _rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> Scaled:
     # float64 keeps its range: a weight beyond float32's makes its scale NaN.
     wide = x if x.dtype == np.float64 else x.astype(jnp.float32)

@@ -18,11 +18,15 @@ import numpy as np
 from jaxmp._core.autocast import closures
 from jaxmp._core.autocast.coverage_warnings import overruled
 from jaxmp._core.autocast.nnx_calls import on_scoped_copies
+from jaxmp._core.autocast.trained_weights import reading_as_stored
 from jaxmp._core.autocast.transform import is_identity, plan_program, run_program, trace_program
 from jaxmp._core.jaxprs.attributes import is_inexact
 from jaxmp._core.jaxprs.compat import dtype_of, variables
-from jaxmp._core.jaxprs.source import is_backward
+from jaxmp._core.jaxprs.place import Place
+from jaxmp._core.jaxprs.scopes import CAST, DEQUANTIZE
+from jaxmp._core.jaxprs.source import in_scope, is_backward
 from jaxmp._core.passes.rematerialize import residual
+from jaxmp._core.passes.stored_weights import StoredDot
 from jaxmp._core.plan.flops import contraction_flops, known_size, sizes
 from jaxmp._core.plan.parameters import Argnums, by_position, read_argnums
 from jaxmp._core.plan.plan import Plan, Step, Visit
@@ -34,7 +38,9 @@ from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp._core.quantize.calls import holds_quantized, opening, seal
 from jaxmp._tools.explain.explanation import Explanation, Row
 from jaxmp._tools.speed.target import on_target, parse_target
+from jaxmp.dtypes import short_dtype_name
 from jaxmp.policy import Policy, PolicyLike, get_policy, key_matches, single_policy
+from jaxmp.recipes import Recipe, products
 
 __all__ = ["Explanation", "Row", "explain", "planned", "warn_overruled"]
 
@@ -127,6 +133,7 @@ def planned(
     looked_at = on_scoped_copies(fn)
     if holds_quantized((args, kwargs)):
         (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
+    looked_at = reading_as_stored(looked_at, policy, argnums)
     traced = trace_program(looked_at, args, kwargs, policy)
     chosen = parameters(args, kwargs)
     return plan_program(traced.jaxpr, policy, chosen), traced.arrays, chosen
@@ -207,12 +214,23 @@ def _outside(plan: Plan) -> frozenset[int]:
 def _rows(plan: Plan, outside: frozenset[int]) -> Iterator[Row]:
     for visit in plan.walk():
         step = visit.step
+        if _is_cast(visit.place):
+            continue
         if not step.plans and id(step) in outside and step.why.kind == Kind.REGION:
             yield _row(visit, str(Kind.OUTSIDE.of()))
         elif not step.plans:
             yield _row(visit, _reason(step, plan.rules), residual(visit))
         elif visit.saves:
             yield _row(visit, str(step.why), visit.saves)
+
+
+def _is_cast(place: Place) -> bool:
+    """Returns whether jaxmp rounds a weight there that is trained for few bits."""
+
+    def within(scope: str) -> bool | None:
+        return place.first(lambda eqn: in_scope(eqn, scope))
+
+    return bool(within(CAST) and not within(DEQUANTIZE))
 
 
 def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
@@ -228,7 +246,7 @@ def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
         count=place.times,
         flops=contraction_flops(eqn) * times,
         bytes=sum(_nbytes(var, dtype) for var, dtype in results) * times,
-        recipe=op.product.recipe if isinstance(op, QuantizedDot) else None,
+        recipe=op.product.recipe if isinstance(op, QuantizedDot) else _of_stored(visit.step),
         why_not=product.why if product else "",
         intended=product is not None and product.intended,
         residual=str(kept or ""),
@@ -236,6 +254,13 @@ def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
         not_fused=unfused(why),
         unknown=is_unknown(why),
     )
+
+
+def _of_stored(step: Step) -> Recipe | None:
+    """Returns the recipe of a product of stored weights and rounded activations."""
+    fmt = step.op.activations if isinstance(step.op, StoredDot) else None
+    low = short_dtype_name(step.rules.policy.compute_dtype)
+    return fmt and products(fmt.short, low, granularity="row")
 
 
 def _reason(step: Step, rules: Rules) -> str:

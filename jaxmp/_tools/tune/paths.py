@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core.autocast.nnx_calls import scoped_class
+from jaxmp._core.autocast.trained_weights import reading_as_stored
 from jaxmp._core.autocast.transform import under_policy
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs import compat
@@ -171,7 +172,8 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
         as_it_is: Bind = lambda eqn, operands, at, extra: compat.bind(eqn, operands)  # noqa: E731, ARG005
         return traced.rebuild(run_placed(traced.jaxpr, traced.arrays, as_it_is, scope=region))
 
-    return under_policy(in_regions, policies.default, by_position(loss, 0))
+    reading = reading_as_stored(in_regions, policies.default, 0)
+    return under_policy(reading, policies.default, by_position(loss, 0))
 
 
 def policy_for(policies: PolicyMap, path: Path) -> Policy:

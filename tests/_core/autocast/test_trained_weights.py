@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._core.jaxprs.walk import equations
 
 from support import needs_tpu_compiler, slow_when
 
@@ -325,3 +326,90 @@ def test_tools_see_casts_of_jaxmp_and_no_finding():
         assert "by the author" not in str(report)
     backward = jaxmp.get_policy(f"{LOW},matmul=bf16:float8:float8,weights=int8")
     assert str(backward) == f"{LOW},matmul=bf16:float8:float8,weights=int8"
+
+
+ACTIVATIONS = (
+    ("int8", "int8"),
+    ("int4@row", "int8"),
+    ("int8@tensor", "int8"),
+    ("float8", "float8"),
+    ("e2m1@row", "float8"),
+)
+
+
+@pytest.mark.parametrize(("bits", "activations"), ACTIVATIONS)
+@slow_when(lambda bits: bits not in ("int4@row", "float8"))
+def test_activations_too(bits, activations):
+    """Trained as served; and the products are those of rounded rows, computed in float64."""
+    params, x = params_of_function()
+    also = f"activations={activations}"
+    few = jaxmp.quantize(params, f"{LOW},weights={bits}")
+    served = jaxmp.autocast(function, f"{LOW},{also}")(few, x)
+    trained = jaxmp.autocast(function, f"{LOW},weights={bits},{also}")(params, x)
+    np.testing.assert_array_equal(trained, served)
+
+    layer = jaxmp.autocast(lambda p, x: x @ p["up"], f"{LOW},o=float32,{also}")
+    low = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+    got = layer({"up": few["up"]}, x)
+    most = np.abs(low).max(1, keepdims=True)
+    dtype = jnp.dtype(few["up"].values.dtype)
+    if activations == "int8":
+        scale = most / 127
+        rounded = np.round(low / scale) * scale
+    else:
+        scale = 2.0 ** np.ceil(np.log2(most / 448))
+        rounded = (low / scale).astype("float8_e4m3fn").astype(np.float64) * scale
+    want = rounded @ np.asarray(few["up"].dequantize(), np.float64)
+    # The result's own rounding, and quotients by float32 scales at ties.
+    assert np.linalg.norm(got - want) <= 2**-8 * np.linalg.norm(want), dtype
+    plain = low @ np.asarray(few["up"].dequantize(), np.float64)
+    assert np.linalg.norm(want - plain) > 2**-8 * np.linalg.norm(want)  # it matters
+
+
+def test_products_with_activations_are_integers_and_their_gradients_are_not():
+    params, x = params_of_function()
+    policy = f"{LOW},weights=int4@row,activations=int8"
+    report = jaxmp.explain(function, policy)(params, x)
+    assert [row.recipe.forward for row in report.rows if row.op == "dot_general"] == ["int8"] * 2
+    assert not [row for row in report.rows if row.op == "reduce_max"]  # the rounding of weights
+
+    def loss(function, params, x):
+        return jnp.sum(function(params, x) ** 2)
+
+    fast = functools.partial(loss, jaxmp.autocast(function, policy))
+    sums = [
+        str(eqn.outvars[0].aval.dtype)
+        for eqn in equations(jax.make_jaxpr(jax.grad(fast))(params, x).jaxpr.eqns)
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert sums.count("int32") == 2
+    assert len(sums) == 6  # and two for each gradient
+    exact = jax.grad(functools.partial(loss, function))(
+        jaxmp.dequantize(jaxmp.quantize(params, policy)), x
+    )
+    for got, want in zip(*map(jax.tree.leaves, (jax.grad(fast)(params, x), exact)), strict=True):
+        assert got.dtype == jnp.float32
+        assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (f"{LOW},weights=int4,activations=int8", "say weights=int4@row"),
+        (f"{LOW},weights=int8,activations=float8", "integers multiply integers"),
+        (f"{LOW},activations=int4", "names no format .*the formats are int8, e4m3"),
+        ("mixed_int8,activations=int8", "is for products with stored weights"),
+    ],
+)
+def test_wrong_activations(policy, says):
+    with pytest.raises(ValueError, match=says):
+        jaxmp.get_policy(policy)
+
+
+def test_activations_that_are_not_rounded_are_warned_of():
+    params, x = params_of_function()
+    with pytest.warns(UserWarning, match="activations=int8 changes nothing"):
+        jaxmp.autocast(function, f"{LOW},activations=int8")(params, x)
+    for few, why in (("int4@32", "several scales in a sum"), ("float8", "of the other kind")):
+        with pytest.warns(UserWarning, match=f"100% of the FLOPs .* {why}"):
+            jaxmp.autocast(function, f"{LOW},activations=int8")(jaxmp.quantize(params, few), x)
