@@ -67,12 +67,16 @@ class Stages(NamedTuple):
     A fine-tune is of a tenth as many steps more, at a fifth of the learning rate.
     """
 
-    trained: str
-    tuned: str = ""
-    served: str = ""
+    trained: str | jaxmp.PolicyMap
+    tuned: str | jaxmp.PolicyMap = ""
+    served: str | jaxmp.PolicyMap = ""
 
 
 PERTURBED = "float32, perturbed"
+# Of the language model: its table is its head as well.
+TABLE_IN_INT8 = jaxmp.PolicyMap(
+    {"Embed_0": "mixed_bfloat16,weights=int8"}, default="mixed_bfloat16,weights=int4@row"
+)
 # In the order in which they run: what everything is compared with comes first.
 RECIPES = {
     "float32": "float32",
@@ -92,15 +96,16 @@ RECIPES = {
     "bfloat16, fine-tuned": Stages("mixed_bfloat16", "mixed_bfloat16"),
     **{
         f"{name}, {how}": stages
-        for name, bits in (
-            ("int4 by row", "int4@row"),
-            ("int4 in blocks", "int4"),
-            ("e2m1 in blocks of 32", "e2m1@32"),
+        for name, policy in (
+            ("int4 by row", "mixed_bfloat16,weights=int4@row"),
+            ("int4 by row, the table in int8", TABLE_IN_INT8),
+            ("int4 in blocks", "mixed_bfloat16,weights=int4"),
+            ("e2m1 in blocks of 32", "mixed_bfloat16,weights=e2m1@32"),
         )
         for how, stages in (
-            ("rounded", Stages("mixed_bfloat16", served=f"mixed_bfloat16,weights={bits}")),
-            ("fine-tuned", Stages("mixed_bfloat16", f"mixed_bfloat16,weights={bits}")),
-            ("trained", Stages(f"mixed_bfloat16,weights={bits}")),
+            ("rounded", Stages("mixed_bfloat16", served=policy)),
+            ("fine-tuned", Stages("mixed_bfloat16", policy)),
+            ("trained", Stages(policy)),
         )
     },
 }
@@ -211,7 +216,7 @@ def train(task: Task, recipe: str, seed: int) -> Run:
     return Run(loss, planned, multiplied, time.perf_counter() - started)
 
 
-def loss_under(task: Task, policy: str) -> Callable[[Any, Batch], jax.Array]:
+def loss_under(task: Task, policy: str | jaxmp.PolicyMap) -> Callable[[Any, Batch], jax.Array]:
     model = jaxmp.wrap(task.model, policy)
 
     def loss_fn(params: Any, batch: Batch) -> jax.Array:
@@ -242,9 +247,11 @@ def trained(
     return params
 
 
-def products(loss_fn: Any, policy: str, params: Any, batch: Batch) -> tuple[str, str]:
+def products(
+    loss_fn: Any, policy: str | jaxmp.PolicyMap, params: Any, batch: Batch
+) -> tuple[str, str]:
     """How many products of the loss run as the recipe says; what the step's are multiplied in."""
-    recipe = jaxmp.get_policy(policy).matmul
+    recipe = None if isinstance(policy, jaxmp.PolicyMap) else jaxmp.get_policy(policy).matmul
     rows = [r for r in jaxmp.explain(loss_fn)(params, batch).rows if r.op in aot.CONTRACTIONS]
     meant = sum(r.count for r in rows if f", {recipe}" in r.reason)
     planned = f"{meant} of {sum(r.count for r in rows)}" if recipe else "-"
