@@ -49,7 +49,7 @@ class Compiled:
 def target_device(target: str) -> Any:
     """One described (not present) device of `target`, any chip that `preflight` takes."""
     chip = parse_target(target)
-    job = {"platform": chip.platform, "topology": chip.topology, "config": chip.config}
+    job = {"platform": chip.compiler, "topology": chip.topology, "config": chip.config}
     return topology_devices(job)[0]
 
 

@@ -126,7 +126,7 @@ CASES = (
 def mesh_of(target: str) -> Mesh:
     """All devices of a target, described, not present, along one axis."""
     chip = parse_target(target)
-    job = {"platform": chip.platform, "topology": chip.topology, "config": chip.config}
+    job = {"platform": chip.compiler, "topology": chip.topology, "config": chip.config}
     devices = topology_devices(job)
     return jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
 

@@ -670,7 +670,7 @@ def test_compilers_see_the_kernel_forward_and_backward(target, calls) -> None:
 )
 def test_examples_are_split_over_devices_without_a_word_between_them(target, calls) -> None:
     chip = parse_target(target)
-    job = {"platform": chip.platform, "topology": chip.topology, "config": chip.config}
+    job = {"platform": chip.compiler, "topology": chip.topology, "config": chip.config}
     devices = topology_devices(job)
     mesh = jax.make_mesh((4,), ("d",), devices=devices, axis_types=(AxisType.Auto,))
     fn = jaxmp.autocast(causal, f"{BF16},attention=fused@{target.partition(':')[0]}")
