@@ -1,13 +1,13 @@
-"""Training for few bits on several devices, compiled ahead of time: what is gathered, what is held.
+"""Training for few bits on several devices, compiled ahead of time: what is gathered.
 
     python benchmarks/few_bits_aot.py                       # TPU v5e, tpu7x, H100, B200: an hour
     python benchmarks/few_bits_aot.py --target gpu-h100:8
 
 The step of `collectives_aot.py`'s language model (FSDP, SGD) under `mixed_bfloat16` and with
-`weights=` of several formats. A row has the bytes that one device gathers in a step and the dtypes
-that cross, over bfloat16's, and the temporaries, likewise. Weights whose scales are by row are
-multiplied as they are stored, forward and backward, and so they cross: as codes. In blocks they are
-dequantized before the product, and cross in 16 bits.
+`weights=` of several formats. A row has the bytes that one device gathers in a step, over
+bfloat16's, and the dtypes that cross. Weights whose scales are by row are multiplied as they are
+stored, forward and backward, and so they cross. In blocks they are dequantized before the product,
+and cross in 16 bits. The table is float32 in the lookup.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from collectives_aot import CASES, Compiled, compiled
 
 TARGETS = ("tpu-v5e:2x4", "tpu7x:2x2", "gpu-h100:8", "gpu-b200:8")
 BASE = "mixed_bfloat16"
+CROSSING = ("all-gather", "collective-permute")
 WEIGHTS = ("int8", "float8", "int4@row", "int4", "e2m1@32")
 
 
 def row(name: str, step: Compiled, base: Compiled) -> str:
     """A line of the table: of a step, and over the first one's."""
-    gathered, before = (one.bytes_of("all-gather") for one in (step, base))
-    crossed = sum(step.bytes_of("all-gather", "collective-permute").values())
-    first = sum(base.bytes_of("all-gather", "collective-permute").values())
-    dtypes = ", ".join(f"{dtype} {size / 1e6:.2f}" for dtype, size in gathered.most_common())
-    del before
-    return f"{name:14} {crossed / 1e6:10.2f} {crossed / first:8.3f}  {dtypes}"
+    crossed = step.bytes_of(*CROSSING)
+    size, first = (sum(one.bytes_of(*CROSSING).values()) for one in (step, base))
+    dtypes = ", ".join(f"{dtype} {size / 1e6:.2f}" for dtype, size in crossed.most_common())
+    return f"{name:14} {size / 1e6:10.2f} {size / first:8.3f}  {dtypes}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
