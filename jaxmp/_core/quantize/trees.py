@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -18,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
+from jaxmp._core.quantize.calibrate import Target, calibrated
 from jaxmp._core.quantize.select import Candidate, FormatRules, names_of, why_not
 from jaxmp.formats import Format
 from jaxmp.quantized import QuantizedArray, array_of, is_quantized
@@ -40,6 +42,7 @@ def quantize(
     block_size: int = BLOCK_SIZE,
     min_size: int = 4096,
     straight_through: bool = False,
+    calibrate: tuple[Callable[[T, Any], Any], Iterable[Any]] | None = None,
 ) -> T:
     """Stores the matrices among parameters in few bits: for serving, and as a frozen base.
 
@@ -117,7 +120,7 @@ def quantize(
         )
     rules = FormatRules(format)
     leaves: list[Candidate] = []
-    chosen: dict[int, Format] = {}
+    targets: dict[int, Target] = {}
 
     def look(path: tuple[str, ...], leaf: Any) -> Any:
         if is_quantized(leaf):
@@ -130,24 +133,32 @@ def quantize(
         shape = _shape(leaf) if reason else tuple(np.shape(leaf))
         leaves.append(Candidate(path, shape, reason))
         if not reason and (fmt := rules(path)) is not None:
-            chosen[len(leaves) - 1] = fmt
+            # The 15 levels of int4 are too few for a row of thousands of weights.
+            shares = granularity or ("row" if fmt.bits == 8 else "block")
+            counts = scale_shape(path[-1] if path else "", shape, shares, int(block_size))
+            targets[len(leaves) - 1] = Target("/".join(path), leaf, fmt, tuple(counts))
         return leaf
 
     def replace(path: tuple[str, ...], leaf: Any) -> Any:
-        fmt = chosen.get(next(numbers))
-        if fmt is None:
+        number = next(numbers)
+        if (target := targets.get(number)) is None:
             return leaf
-        name = path[-1] if path else ""
-        # The 15 levels of int4 are too few for a row of thousands of weights.
-        shares = granularity or ("row" if fmt.bits == 8 else "block")
-        shape = scale_shape(name, leaf.shape, shares, int(block_size))
         still = lax.stop_gradient(leaf) if is_tracer(leaf) else leaf
-        few = _quantized("/".join(path), still, fmt, tuple(shape))
+        few = _quantized(target._replace(array=still), known.get(number))
         return array_of(dataclasses.replace(few, master=leaf)) if straight_through else few
+
+    def placed(arrays: Sequence[Any]) -> T:
+        by_number = dict(zip(targets, arrays, strict=True))
+        numbers = itertools.count()
+        whole: T = _map(lambda _, leaf: by_number.get(next(numbers), leaf), params)
+        return whole
 
     _map(look, params)
     rules.check(leaves)
-    numbers = iter(range(len(leaves)))
+    known = {}
+    if calibrate is not None:
+        known = dict(zip(targets, calibrated(calibrate, [*targets.values()], placed), strict=True))
+    numbers = itertools.count()
     out: T = _map(replace, params)
     return out
 
@@ -222,8 +233,11 @@ def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
     return value.dequantize() if is_quantized(value) and not abstract else value
 
 
-def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> QuantizedArray:
-    if isinstance(x, jax.ShapeDtypeStruct):
+def _quantized(target: Target, known: Scaled | None) -> QuantizedArray:
+    path, x, fmt, shape = target
+    if known is not None:
+        values, scale = known
+    elif isinstance(x, jax.ShapeDtypeStruct):
         values, scale = jax.eval_shape(functools.partial(_rounded, fmt=fmt, scale_shape=shape), x)
     else:
         values, scale = _rounded(x if isinstance(x, jax.Array) else jnp.asarray(x), fmt, shape)

@@ -1,0 +1,227 @@
+"""Calibration: a function is run on a few batches, and weights are rounded for what it computes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._core.jaxprs.compat import without_consts
+from jaxmp._core.jaxprs.attributes import is_tracer
+from jaxmp._core.jaxprs.trace import is_array, name_of, trace
+from jaxmp._core.products.scaled import Scaled
+from jaxmp._core.quantize.gptq import round_for
+from jaxmp._core.quantize.moments import Gatherer, Moments, by_weight
+from jaxmp.formats import Format
+
+_NAMED = 5  # of the weights that are not calibrated
+
+
+class Target(NamedTuple):
+    """A weight that is to be rounded.
+
+    Attributes:
+      path: its path, for messages.
+      array: the weight.
+      format: the format that it is rounded to.
+      counts: the shape of its scales.
+    """
+
+    path: str
+    array: Any
+    format: Format
+    counts: tuple[int, ...]
+
+
+def calibrated(
+    calibrate: Any, targets: Sequence[Target], placed: Callable[[Sequence[Any]], Any]
+) -> list[Scaled | None]:
+    """Rounds weights for the inputs that a function multiplies them by.
+
+    Args:
+      calibrate: a function of parameters and a batch, and an iterable of batches.
+      targets: the weights.
+      placed: returns the parameters with other arrays in place of the weights.
+
+    Returns:
+      The values and scales of each; None for those that are rounded as without calibration, which
+      one warning names.
+
+    Raises:
+      TypeError: if `calibrate` is something else, or a weight is traced or abstract.
+      ValueError: if there is no batch, one has another shape than the first, an input is not
+        finite, or the function multiplies by none of the weights.
+    """
+    fn, batches = _pair(calibrate)
+    for target in targets:
+        _check_concrete(target)
+    arrays = [jnp.asarray(target.array) for target in targets]
+    found, others = _moments(fn, batches, arrays, placed)
+    results: list[Scaled | None] = []
+    why: dict[str, str] = {}
+    for i, target in enumerate(targets):
+        moments, path = found.get(i, []), target.path
+        for one in moments:
+            if not bool(jnp.isfinite(one.array).all()):
+                raise ValueError(
+                    f"quantize: calibrate: inputs that {name_of(fn)} multiplies by {path} are not "
+                    "finite, or their squares are beyond float32's range: look for it with "
+                    "jaxmp.diagnose, or leave such batches out."
+                )
+        results.append(None)
+        if not moments:
+            read = ", ".join(sorted(others.get(i, ())))
+            why[path] = f"read by {read}, not by a product" if read else "not read"
+        elif len(moments) > 1:
+            why[path] = "multiplied along several axes"
+        elif (rounded := _rounded(target, moments[0])) is None:
+            why[path] = "with scales that several products share"
+        else:
+            results[-1] = rounded
+    if not any(results):
+        raise ValueError(
+            f"quantize: calibrate: {name_of(fn)} multiplies by none of the weights that are "
+            f"quantized: {_listed(why)}. Give a function of the parameters and a batch that runs "
+            "the model: (lambda params, batch: model.apply(params, batch), batches)."
+        )
+    if why:
+        warnings.warn(
+            f"quantize: rounded to the nearest, without calibration: {_listed(why)}.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return results
+
+
+def _listed(why: Mapping[str, str]) -> str:
+    shown = [f"{path} ({reason})" for path, reason in [*why.items()][:_NAMED]]
+    more = len(why) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")
+
+
+def _pair(calibrate: Any) -> tuple[Callable[..., Any], Iterable[Any]]:
+    """Returns a function and batches, or raises."""
+    is_pair = isinstance(calibrate, (tuple, list)) and len(calibrate) == 2
+    if not is_pair or not callable(calibrate[0]):
+        kind = type(calibrate).__name__
+        got = (
+            [type(x).__name__ for x in calibrate] if isinstance(calibrate, (tuple, list)) else kind
+        )
+        raise TypeError(
+            "quantize: calibrate is a pair of a function of the parameters and a batch, and the "
+            f"batches: (fn, batches); got {got}."
+        )
+    fn, batches = calibrate
+    if is_array(batches) or isinstance(batches, (Mapping, str)) or not hasattr(batches, "__iter__"):
+        raise TypeError(
+            "quantize: calibrate's batches are an iterable, such as a list, of what is given to "
+            f"the function one by one; got {type(batches).__name__!r}: give [batch] for one batch."
+        )
+    return fn, batches
+
+
+def _check_concrete(target: Target) -> None:
+    if is_tracer(target.array) or isinstance(target.array, jax.ShapeDtypeStruct):
+        kind = "traced" if is_tracer(target.array) else "a shape without numbers"
+        raise TypeError(
+            f"quantize: calibrate runs its function on the weights, and {target.path or 'the leaf'} "
+            f"is {kind}: call quantize with arrays, outside of jax.jit."
+        )
+
+
+def _moments(
+    fn: Callable[..., Any],
+    batches: Iterable[Any],
+    weights: list[Any],
+    placed: Callable[[Sequence[Any]], Any],
+) -> tuple[dict[int, list[Moments]], Mapping[int, set[str]]]:
+    """Runs a function on batches; returns the moments of each weight, and its other readers."""
+    gatherer = Gatherer()
+    first = program = consts = sums = None
+
+    def of_weights(weights: list[Any], batch: Any) -> Any:
+        return fn(placed(weights), batch)
+
+    of_weights.__name__ = name_of(fn)
+    for number, batch in enumerate(batches):
+        if number == 0:
+            first = batch
+            # Constants, such as weights that stay as they are, are arguments of what is compiled.
+            jaxpr, consts = without_consts(trace(of_weights, (weights, batch), {}).jaxpr)
+            places = range(len(consts), len(consts) + len(weights))
+            program = jax.jit(lambda *arrays: gatherer.run(jaxpr, arrays, places))  # noqa: B023
+        else:
+            _check_alike(number, first, batch)
+        arrays = filter(is_array, jax.tree.leaves(batch))
+        new = program(*consts, *weights, *arrays)
+        sums = new if sums is None else _added(sums, new)
+    if sums is None:
+        raise ValueError(
+            "quantize: calibrate's batches are empty: give one or more. An iterator that was used "
+            "up before gives none."
+        )
+    return by_weight(gatherer.reads, sums), gatherer.others
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(jnp.add, sums, new)
+
+
+def _check_alike(number: int, first: Any, batch: Any) -> None:
+    """Raises unless a batch has the structure, shapes and dtypes of the first."""
+    (olds, old_tree), (news, tree) = map(jax.tree_util.tree_flatten_with_path, (first, batch))
+    if old_tree != tree:
+        raise ValueError(
+            f"quantize: calibrate's batch {number} is a {tree}, and the first is a {old_tree}: "
+            "give all the same structure."
+        )
+    for (path, old), (_, new) in zip(olds, news, strict=True):
+        kinds = [_kind(x) for x in (new, old)]
+        if kinds[0] != kinds[1]:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"quantize: calibrate's batch {number}{f' at {where}' if where else ''} is "
+                f"{kinds[0]}, and the first is {kinds[1]}: give batches of one shape, without a "
+                "shorter last one."
+            )
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns the dtype and shape of an array; of anything else, its `repr`."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
+
+
+def _rounded(target: Target, moments: Moments) -> Scaled | None:
+    """Rounds a weight; returns None if scales are shared along an axis of several moments."""
+    array, shape, counts = jnp.asarray(target.array), target.array.shape, target.counts
+    batch, contracted, found = moments
+    if any(counts[a] != shape[a] for a in batch):
+        return None
+    # What shares a scale has to be a part of a row or column of the matrix: whole axes last.
+    shares = lambda a: (counts[a] < shape[a]) + (counts[a] == 1 and shape[a] > 1)  # noqa: E731
+    rows = sorted(contracted, key=shares)
+    free = {*range(array.ndim)} - {*batch, *contracted}
+    columns = sorted(free, key=lambda a: (shares(a), a))
+    order = (*batch, *rows, *columns)
+    size, into, out = (math.prod(shape[a] for a in axes) for axes in (batch, rows, columns))
+    blocks = (
+        into // math.prod(counts[a] for a in rows),
+        out // math.prod(counts[a] for a in columns),
+    )
+    by_axis = found.reshape(-1, *[shape[a] for a in contracted] * 2)
+    ahead = [1 + contracted.index(a) for a in rows]
+    by_axis = jnp.transpose(by_axis, (0, *ahead, *(i + len(rows) for i in ahead)))
+    matrices = jnp.transpose(array, order).reshape(size, into, out).astype(jnp.float32)
+    each = lambda pair: round_for(*pair, target.format, blocks)  # noqa: E731
+    values, scale = lax.map(each, (matrices, by_axis.reshape(size, into, into)))
+    back = np.argsort(order)
+    values = jnp.transpose(values.reshape([shape[a] for a in order]), back)
+    return Scaled(values, jnp.transpose(scale.reshape([counts[a] for a in order]), back))

@@ -1,0 +1,232 @@
+"""The second moments of what a program multiplies its weights by, from one run of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded, TracedBody
+from jaxmp._core.jaxprs.equation_parameters import dot_axes
+from jaxmp._core.jaxprs.higher_order import Inner, inside, rebuild
+from jaxmp._core.jaxprs.walk import evaluate
+from jaxmp._core.quantize.views import View
+
+_ADDED = Join(0, jnp.add)
+_IN_PLACE = compat.CALLS.keys() - {"shard_map"}
+
+
+class Moments(NamedTuple):
+    """The sum of ``x xᵀ`` over the inputs ``x`` that a weight is multiplied by.
+
+    Attributes:
+      batch: the axes of the weight along which there are several: of layers, of experts.
+      contracted: the axes that products sum over.
+      array: float32[*batch, in, in], where ``in`` is all of the contracted axes, in their order.
+    """
+
+    batch: tuple[int, ...]
+    contracted: tuple[int, ...]
+    array: Any
+
+
+class Read(NamedTuple):
+    """A way in which products read a weight.
+
+    Attributes:
+      view: the weight, as the product reads it.
+      batch: the pieces along which it has several moments, in their order there.
+      contracted: the pieces that are summed over, in the order of the weight.
+    """
+
+    view: View
+    batch: tuple[int, ...]
+    contracted: tuple[int, ...]
+
+
+class _Weight(NamedTuple):
+    """A value that is a weight, moved."""
+
+    value: Any
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class Gatherer:
+    """Runs a program of weights and other arrays, and gathers the moments of their inputs.
+
+    Attributes:
+      reads: how products read the weights, by the name of the extra result; filled by a run.
+      others: the primitives by which each weight is read otherwise; filled by a run.
+    """
+
+    reads: dict[str, Read] = dataclasses.field(default_factory=dict)
+    others: defaultdict[int, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+
+    def run(self, jaxpr: Any, operands: Sequence[Any], weights: range) -> dict[str, Any]:
+        """Runs a program; returns the moments by the names that are in `reads` then.
+
+        Args:
+          jaxpr: the program.
+          operands: its arguments.
+          weights: the positions of the weights among them.
+        """
+        values = list(operands)
+        for number, i in enumerate(weights):
+            values[i] = _Weight(operands[i], View.of(number, np.shape(operands[i])))
+        _, extras = self._run(jaxpr, values, 0)
+        return {name: extra.value for name, extra in extras.items()}
+
+    def _run(self, jaxpr: Any, values: Sequence[Any], depth: int) -> Out:
+        """Runs a jaxpr inside `depth` scans; returns its results, and the extra ones."""
+        extras: Extras = {}
+
+        def bound(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+            results, more = self._equation(eqn, operands, depth)
+            for name, extra in more.items():
+                old = extras.get(name)
+                extras[name] = extra if old is None else Extra(old.value + extra.value, _ADDED)
+            return results
+
+        return evaluate(jaxpr, values, bound), extras
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Any], depth: int) -> Out:
+        kind, plain = compat.kind(eqn), [_plain(x) for x in operands]
+        weights = {i: x.view for i, x in enumerate(operands) if isinstance(x, _Weight)}
+        inner = inside(eqn) if kind != "shard_map" else ()
+        if inner and (kind in _IN_PLACE or inner[0].rule):
+            return self._run(inner[0].jaxpr, operands, depth)
+        if inner and kind == "scan":
+            return self._scan(eqn, inner[0], operands, depth)
+        if inner:
+            return rebuild(eqn, plain, [self._part(each, operands, depth) for each in inner])
+        results: list[Any] = compat.bind(eqn, plain)
+        if not weights:
+            return results, {}
+        if kind == "dot_general":
+            found = [self._product(eqn, i, view, plain[1 - i]) for i, view in weights.items()]
+            return results, {name: extra for each in found for name, extra in each.items()}
+        for i, view in weights.items():
+            # Equations of several operands that move anything move each to a result of its own.
+            several = len(results) == len(operands)
+            moved = view.moved(eqn) if several or len(operands) == 1 else None
+            if moved is None:
+                self.others[view.weight].add(compat.called(eqn))
+            else:
+                results[i] = _Weight(results[i], moved)
+        return results, {}
+
+    def _part(self, inner: Inner, operands: Sequence[Any], depth: int) -> Threaded:
+        """Returns the replacement of a branch, or of a part of a while loop."""
+        carried = set(inner.carries) if inner.loops else set()
+        views = [
+            operands[i].view if isinstance(operands[i], _Weight) and k not in carried else None
+            for k, i in enumerate(inner.operands)
+        ]
+        for k in carried:
+            self._lost(operands[inner.operands[k]])
+
+        def run(_: Sequence[Any], *arrays: Any) -> Out:
+            results, extras = self._run(inner.jaxpr, _viewed(arrays, views), depth)
+            return [_plain(x) for x in results], extras
+
+        return run
+
+    def _lost(self, operand: Any) -> None:
+        if isinstance(operand, _Weight):
+            self.others[operand.view.weight].add("the carry of a loop")
+
+    def _scan(self, eqn: JaxprEqn, inner: Inner, operands: list[Any], depth: int) -> Out:
+        """Runs a scan: moments of weights that it slices are stacked, those of others added."""
+        n_consts, n_carry = compat.scan_split(eqn)
+        views: list[View | None] = []
+        for i, x in enumerate(operands):
+            carried = n_consts <= i < n_consts + n_carry
+            if carried:
+                self._lost(x)
+            known = isinstance(x, _Weight) and not carried
+            views.append(x.view.in_scan(sliced=i >= n_consts) if known else None)
+
+        def run(_: Sequence[Any], *arrays: Any) -> Out:
+            results, extras = self._run(inner.jaxpr, _viewed(arrays, views), depth + 1)
+            return [_plain(x) for x in results], extras
+
+        plain = [_plain(x) for x in operands]
+        consts, carry = plain[:n_consts], plain[n_consts : n_consts + n_carry]
+        slices = plain[n_consts + n_carry :]
+        body = TracedBody(run, (), [*consts, *carry, *(x[0] for x in slices)])
+        shared = {name for name in body.extras if not self.reads[name].view.loops[depth]}
+        sums = {name: x.value for name, x in body.neutral().items() if name in shared}
+
+        def step(state: Any, slices: list[Any]) -> Any:
+            carry, sums = state
+            results, extras = body((), *consts, *carry, *slices)
+            found = {name: extra.value for name, extra in extras.items()}
+            sums = {name: old + found.pop(name) for name, old in sums.items()}
+            return (results[:n_carry], sums), (results[n_carry:], found)
+
+        state, (stacked, found) = lax.scan(step, (carry, sums), slices, **compat.scan_options(eqn))
+        carry, sums = state
+        return [*carry, *stacked], {
+            name: Extra(value, _ADDED) for name, value in (sums | found).items()
+        }
+
+    def _product(self, eqn: JaxprEqn, side: int, view: View, x: Any) -> Extras:
+        """Returns the moments of the other operand of a product with a weight."""
+        contracted, batch = dot_axes(eqn.params)
+        order = view.pieces_of(contracted[side])
+        several = view.stacked + view.pieces_of(batch[side])
+        read = Read(view, several, tuple(sorted(order)))
+        wrong = not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.bool_
+        if wrong or view.axes_of(order) is None or view.axes_of(several) is None:
+            self.others[view.weight].add("a product that sums over a part of an axis")
+            return {}
+        name = repr(read)
+        self.reads[name] = read
+        axes = (*batch[1 - side], *contracted[1 - side])
+        free = [i for i in range(x.ndim) if i not in axes]
+        ahead = [x.shape[i] for i in batch[1 - side]]
+        moved = jnp.transpose(x, (*batch[1 - side], *free, *contracted[1 - side]))
+        rows = moved.reshape(*ahead, -1, *view.sizes(order))
+        kept = len(ahead) + 1
+        ascending = [kept + order.index(i) for i in sorted(order)]
+        rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
+        rows = rows.astype(jnp.float32)
+        moments = jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
+        return {name: Extra(moments, _ADDED)}
+
+
+def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[Moments]]:
+    """Returns the moments of each weight: one of each way in which its axes are multiplied."""
+    summed: dict[int, dict[tuple[Any, Any], Any]] = defaultdict(dict)
+    for name, array in found.items():
+        view, batch, contracted = reads[name]
+        size = array.shape[-1]
+        ascending = sorted(range(len(batch)), key=batch.__getitem__)
+        array = array.reshape(*view.sizes(batch), size, size)
+        array = jnp.transpose(array, (*ascending, len(batch), len(batch) + 1))
+        axes = view.axes_of(batch) or (), view.axes_of(contracted) or ()
+        array = array.reshape(-1, size, size)
+        old = summed[view.weight].get(axes)
+        summed[view.weight][axes] = array if old is None else old + array
+    return {
+        weight: [Moments(*axes, array) for axes, array in several.items()]
+        for weight, several in summed.items()
+    }
+
+
+def _plain(x: Any) -> Any:
+    return x.value if isinstance(x, _Weight) else x
+
+
+def _viewed(arrays: Sequence[Any], views: Sequence[View | None]) -> list[Any]:
+    pairs = itertools.zip_longest(arrays, views)
+    return [x if view is None else _Weight(x, view) for x, view in pairs]
