@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxmp._core.jaxprs.compat import without_consts
 from jaxmp._core.jaxprs.attributes import is_tracer
+from jaxmp._core.jaxprs.compat import without_consts
+from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.trace import is_array, name_of, trace
 from jaxmp._core.products.scaled import Scaled
 from jaxmp._core.quantize.gptq import round_for
 from jaxmp._core.quantize.moments import Gatherer, Moments, by_weight
 from jaxmp.formats import Format
 
+# A row of a table that is looked up has the error of its weights themselves, on top of that of its
+# product with the last layer's results where the head is tied.
+_LOOKED_UP = flagged(Flag.LOOKING_UP) | {"dynamic_slice"}
 _NAMED = 5  # of the weights that are not calibrated
 
 
@@ -68,6 +71,8 @@ def calibrated(
     why: dict[str, str] = {}
     for i, target in enumerate(targets):
         moments, path = found.get(i, []), target.path
+        if others.get(i, set()) & _LOOKED_UP:
+            moments = [one._replace(array=_with_lookups(one.array)) for one in moments]
         for one in moments:
             if not bool(jnp.isfinite(one.array).all()):
                 raise ValueError(
@@ -98,6 +103,13 @@ def calibrated(
             stacklevel=3,
         )
     return results
+
+
+def _with_lookups(moments: Any) -> Any:
+    """Adds those of a table's lookups, as much again, in all directions alike."""
+    size = moments.shape[-1]
+    mean = jnp.trace(moments, axis1=-2, axis2=-1)[:, None, None] / size
+    return moments + mean * jnp.eye(size)
 
 
 def _listed(why: Mapping[str, str]) -> str:
@@ -131,8 +143,8 @@ def _check_concrete(target: Target) -> None:
     if is_tracer(target.array) or isinstance(target.array, jax.ShapeDtypeStruct):
         kind = "traced" if is_tracer(target.array) else "a shape without numbers"
         raise TypeError(
-            f"quantize: calibrate runs its function on the weights, and {target.path or 'the leaf'} "
-            f"is {kind}: call quantize with arrays, outside of jax.jit."
+            "quantize: calibrate runs its function on the weights, and "
+            f"{target.path or 'the leaf'} is {kind}: call quantize with arrays, outside of jax.jit."
         )
 
 
@@ -144,7 +156,10 @@ def _moments(
 ) -> tuple[dict[int, list[Moments]], Mapping[int, set[str]]]:
     """Runs a function on batches; returns the moments of each weight, and its other readers."""
     gatherer = Gatherer()
-    first = program = consts = sums = None
+    first: Any = None
+    program: Any = None
+    consts: list[Any] = []
+    sums: dict[str, Any] | None = None
 
     def of_weights(weights: list[Any], batch: Any) -> Any:
         return fn(placed(weights), batch)
@@ -172,13 +187,14 @@ def _moments(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _added(sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(jnp.add, sums, new)
+    return {name: sums[name] + new[name] for name in sums}
 
 
 def _check_alike(number: int, first: Any, batch: Any) -> None:
     """Raises unless a batch has the structure, shapes and dtypes of the first."""
-    (olds, old_tree), (news, tree) = map(jax.tree_util.tree_flatten_with_path, (first, batch))
-    if old_tree != tree:
+    olds, old_tree = jax.tree_util.tree_flatten_with_path(first)
+    news, tree = jax.tree_util.tree_flatten_with_path(batch)
+    if [path for path, _ in olds] != [path for path, _ in news]:
         raise ValueError(
             f"quantize: calibrate's batch {number} is a {tree}, and the first is a {old_tree}: "
             "give all the same structure."
@@ -205,11 +221,13 @@ def _rounded(target: Target, moments: Moments) -> Scaled | None:
     batch, contracted, found = moments
     if any(counts[a] != shape[a] for a in batch):
         return None
+
+    def shared(axis: int) -> int:
+        return 0 if counts[axis] == shape[axis] else 2 if counts[axis] == 1 else 1
+
     # What shares a scale has to be a part of a row or column of the matrix: whole axes last.
-    shares = lambda a: (counts[a] < shape[a]) + (counts[a] == 1 and shape[a] > 1)  # noqa: E731
-    rows = sorted(contracted, key=shares)
-    free = {*range(array.ndim)} - {*batch, *contracted}
-    columns = sorted(free, key=lambda a: (shares(a), a))
+    rows = sorted(contracted, key=shared)
+    columns = sorted({*range(array.ndim)} - {*batch, *contracted}, key=lambda a: (shared(a), a))
     order = (*batch, *rows, *columns)
     size, into, out = (math.prod(shape[a] for a in axes) for axes in (batch, rows, columns))
     blocks = (
@@ -220,8 +238,14 @@ def _rounded(target: Target, moments: Moments) -> Scaled | None:
     ahead = [1 + contracted.index(a) for a in rows]
     by_axis = jnp.transpose(by_axis, (0, *ahead, *(i + len(rows) for i in ahead)))
     matrices = jnp.transpose(array, order).reshape(size, into, out).astype(jnp.float32)
-    each = lambda pair: round_for(*pair, target.format, blocks)  # noqa: E731
-    values, scale = lax.map(each, (matrices, by_axis.reshape(size, into, into)))
-    back = np.argsort(order)
+    values, scale = _each(matrices, by_axis.reshape(size, into, into), target.format, blocks)
+    back = [order.index(a) for a in range(array.ndim)]
     values = jnp.transpose(values.reshape([shape[a] for a in order]), back)
     return Scaled(values, jnp.transpose(scale.reshape([counts[a] for a in order]), back))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _each(weights: Any, moments: Any, fmt: Format, block: tuple[int, int]) -> Scaled:
+    one = functools.partial(round_for, fmt=fmt, block=block)
+    rounded: Scaled = lax.map(lambda pair: one(*pair), (weights, moments))
+    return rounded

@@ -86,14 +86,22 @@ def quantize(
         Under `jaxmp.autocast` around the loss, also of a wrapped model, the forward pass is, to the
         bit, that of the model served with what `quantize` returns without it. (Where a wrapped
         module is called by itself, the last bit of products may differ, by row or tensor.)
+      calibrate: a pair of a function and batches, ``(fn, batches)``: weights are rounded so that
+        the products in `fn(params, batch)`, a loss or the model's results, change least, by GPTQ
+        and a search for scales. `fn` runs once on each of a few batches of one shape, which are
+        pytrees; one that is wrapped will do. Of weights that it multiplies otherwise than by
+        `lax.dot_general`, or along several axes, a warning says that they are rounded to the
+        nearest. A product's inputs take float32 [in, in] for each layer while it runs.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
       sharded as the weight was, scales along the axes where they can be.
 
     Raises:
-      ValueError: if a format or granularity is unknown, a pattern has no effect, or a weight is
-        quantized already or not finite (unless it is traced: its products are then NaN).
+      ValueError: if a format or granularity is unknown, a pattern has no effect, a weight is
+        quantized already or not finite (unless it is traced: its products are then NaN), or of
+        `calibrate`, batches are missing or of several shapes, inputs are not finite, `fn`
+        multiplies by no quantized weight, or it is given with `straight_through`.
       TypeError: if an argument is of another type.
 
     Example:
@@ -108,11 +116,17 @@ def quantize(
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference" (2018), symmetric, also for `straight_through`; blocks:
-    Dettmers and Zettlemoyer, "The case for 4-bit precision" (2023).
+    Dettmers and Zettlemoyer, "The case for 4-bit precision" (2023); `calibrate`: Frantar et al.,
+    "GPTQ" (2023).
     """
     check_granularity(granularity, block_size)
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)):
         raise TypeError(f"quantize: min_size is a number of elements; got {min_size!r}.")
+    if straight_through and calibrate is not None:
+        raise ValueError(
+            "quantize: straight_through trains the weights for the nearest numbers of the format, "
+            "and calibrate chooses others: give one of them."
+        )
     if hasattr(params, "opt_state"):
         raise TypeError(
             f"quantize: takes parameters, and {type(params).__name__!r} holds an optimizer's state "
@@ -139,7 +153,7 @@ def quantize(
             targets[len(leaves) - 1] = Target("/".join(path), leaf, fmt, tuple(counts))
         return leaf
 
-    def replace(path: tuple[str, ...], leaf: Any) -> Any:
+    def replace(_: tuple[str, ...], leaf: Any) -> Any:
         number = next(numbers)
         if (target := targets.get(number)) is None:
             return leaf

@@ -83,7 +83,7 @@ class View:
         if name == "transpose":
             return dataclasses.replace(self, dims=tuple(self.dims[i] for i in permutation(eqn)))
         shape = shape_of(eqn.outvars[0])
-        # `lax.reshape` may permute axes first, by its parameter `dimensions`; JAX itself never does.
+        # `lax.reshape` may permute axes first, by its parameter `dimensions`.
         if name == "squeeze" or (name == "reshape" and eqn.params["dimensions"] is None):
             return self.reshaped(shape)
         if name == "broadcast_in_dim" and math.prod(shape) == math.prod(shape_of(eqn.invars[0])):
