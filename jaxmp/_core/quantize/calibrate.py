@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.jaxprs.compat import without_consts
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
-from jaxmp._core.jaxprs.trace import is_array, name_of, trace
+from jaxmp._core.jaxprs.trace import holds_modules, is_array, name_of, trace
 from jaxmp._core.products.scaled import Scaled
 from jaxmp._core.quantize.gptq import round_for
 from jaxmp._core.quantize.moments import Gatherer, Moments, by_weight
@@ -83,7 +84,7 @@ def calibrated(
         results.append(None)
         if not moments:
             read = ", ".join(sorted(others.get(i, ())))
-            why[path] = f"read by {read}, not by a product" if read else "not read"
+            why[path] = f"read by {read}" if read else "not read"
         elif len(moments) > 1:
             why[path] = "multiplied along several axes"
         elif (rounded := _rounded(target, moments[0])) is None:
@@ -162,7 +163,9 @@ def _moments(
     sums: dict[str, Any] | None = None
 
     def of_weights(weights: list[Any], batch: Any) -> Any:
-        return fn(placed(weights), batch)
+        params = placed(weights)
+        # Modules that may be changed, by averages of a BatchNorm for one, in this trace.
+        return fn(nnx.clone(params) if holds_modules(params) else params, batch)
 
     of_weights.__name__ = name_of(fn)
     for number, batch in enumerate(batches):

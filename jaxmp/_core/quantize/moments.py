@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded, TracedBody
-from jaxmp._core.jaxprs.equation_parameters import dot_axes
+from jaxmp._core.jaxprs.equation_parameters import dot_axes, in_groups, layout, window
 from jaxmp._core.jaxprs.higher_order import Inner, inside, rebuild
 from jaxmp._core.jaxprs.walk import evaluate
 from jaxmp._core.quantize.views import View
@@ -111,8 +111,9 @@ class Gatherer:
         results: list[Any] = compat.bind(eqn, plain)
         if not weights:
             return results, {}
-        if kind == "dot_general":
-            found = [self._product(eqn, i, view, plain[1 - i]) for i, view in weights.items()]
+        multiplied = {"dot_general": self._product, "conv_general_dilated": self._convolution}
+        if kind in multiplied:
+            found = [multiplied[kind](eqn, i, view, plain[1 - i]) for i, view in weights.items()]
             return results, {name: extra for each in found for name, extra in each.items()}
         for i, view in weights.items():
             # Equations of several operands that move anything move each to a result of its own.
@@ -182,21 +183,55 @@ class Gatherer:
     def _product(self, eqn: JaxprEqn, side: int, view: View, x: Any) -> Extras:
         """Returns the moments of the other operand of a product with a weight."""
         contracted, batch = dot_axes(eqn.params)
-        order = view.pieces_of(contracted[side])
-        several = view.stacked + view.pieces_of(batch[side])
-        read = Read(view, several, tuple(sorted(order)))
-        wrong = not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != np.bool_
-        if wrong or view.axes_of(order) is None or view.axes_of(several) is None:
-            self.others[view.weight].add("a product that sums over a part of an axis")
-            return {}
-        name = repr(read)
-        self.reads[name] = read
         axes = (*batch[1 - side], *contracted[1 - side])
         free = [i for i in range(x.ndim) if i not in axes]
         ahead = [x.shape[i] for i in batch[1 - side]]
+        order = view.pieces_of(contracted[side])
         moved = jnp.transpose(x, (*batch[1 - side], *free, *contracted[1 - side]))
         rows = moved.reshape(*ahead, -1, *view.sizes(order))
-        kept = len(ahead) + 1
+        return self._moments(view, view.pieces_of(batch[side]), order, rows)
+
+    def _convolution(self, eqn: JaxprEqn, side: int, view: View, x: Any) -> Extras:
+        """Returns the moments of the patches of an image that a kernel is multiplied by."""
+        if side == 0 or in_groups(eqn):
+            self.others[view.weight].add("a convolution in groups")
+            return {}
+        specs, names = layout(eqn), ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+        _, features, *space = specs.rhs_spec
+        shape = compat.shape_of(eqn.invars[1])
+        patches = lax.conv_general_dilated_patches(
+            x.astype(jnp.float32),
+            [shape[i] for i in space],
+            **dict(zip(names, window(eqn), strict=True)),
+            dimension_numbers=specs,
+            precision=lax.Precision.HIGHEST,
+        )
+        order = view.pieces_of((features, *space))
+        rows = jnp.moveaxis(patches, specs.out_spec[1], -1).reshape(-1, *view.sizes(order))
+        return self._moments(view, (), order, rows)
+
+    def _moments(
+        self, view: View, batch: tuple[int, ...], order: tuple[int, ...], rows: Any
+    ) -> Extras:
+        """Returns the moments of rows ``[*batch, rows, *contracted]``, with axes in some order.
+
+        Args:
+          view: the weight, as the product reads it.
+          batch: its pieces that both operands have.
+          order: its pieces that are summed over, in the order of the last axes of `rows`.
+          rows: the other operand.
+        """
+        several = view.stacked + batch
+        read = Read(view, several, tuple(sorted(order)))
+        if view.axes_of(order) is None or view.axes_of(several) is None:
+            self.others[view.weight].add("a product that sums over a part of an axis")
+            return {}
+        if not jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype != np.bool_:
+            self.others[view.weight].add(f"a product with {rows.dtype}")
+            return {}
+        name = repr(read)
+        self.reads[name] = read
+        kept = rows.ndim - len(order)
         ascending = [kept + order.index(i) for i in sorted(order)]
         rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
         rows = rows.astype(jnp.float32)

@@ -89,9 +89,9 @@ def quantize(
       calibrate: a pair of a function and batches, ``(fn, batches)``: weights are rounded so that
         the products in `fn(params, batch)`, a loss or the model's results, change least, by GPTQ
         and a search for scales. `fn` runs once on each of a few batches of one shape, which are
-        pytrees; one that is wrapped will do. Of weights that it multiplies otherwise than by
-        `lax.dot_general`, or along several axes, a warning says that they are rounded to the
-        nearest. A product's inputs take float32 [in, in] for each layer while it runs.
+        pytrees; one that is wrapped will do. A warning names weights that are rounded to the
+        nearest, since `fn` reads them by no matmul or convolution, or multiplies them along
+        several axes. For each product, float32 [in, in] is in memory meanwhile.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are

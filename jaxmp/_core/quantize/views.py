@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs.compat import kind, shape_of
-from jaxmp._core.jaxprs.equation_parameters import broadcast_axes, permutation
+from jaxmp._core.jaxprs.equation_parameters import broadcast_axes, permutation, permutes
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 
 # Each element of the result is that element of the operand, in another dtype perhaps.
@@ -83,8 +83,7 @@ class View:
         if name == "transpose":
             return dataclasses.replace(self, dims=tuple(self.dims[i] for i in permutation(eqn)))
         shape = shape_of(eqn.outvars[0])
-        # `lax.reshape` may permute axes first, by its parameter `dimensions`.
-        if name == "squeeze" or (name == "reshape" and eqn.params["dimensions"] is None):
+        if name == "squeeze" or (name == "reshape" and not permutes(eqn)):
             return self.reshaped(shape)
         if name == "broadcast_in_dim" and math.prod(shape) == math.prod(shape_of(eqn.invars[0])):
             axes = dict(zip(broadcast_axes(eqn), self.dims, strict=True))
