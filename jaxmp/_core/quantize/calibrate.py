@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
@@ -220,8 +222,8 @@ def _kind(leaf: Any) -> Any:
 
 def _rounded(target: Target, moments: Moments) -> Scaled | None:
     """Rounds a weight; returns None if scales are shared along an axis of several moments."""
-    array, shape, counts = jnp.asarray(target.array), target.array.shape, target.counts
-    batch, contracted, found = moments
+    array, shape, counts = _on_one_device(target.array), target.array.shape, target.counts
+    batch, contracted, found = moments.batch, moments.contracted, _on_one_device(moments.array)
     if any(counts[a] != shape[a] for a in batch):
         return None
 
@@ -245,6 +247,12 @@ def _rounded(target: Target, moments: Moments) -> Scaled | None:
     back = [order.index(a) for a in range(array.ndim)]
     values = jnp.transpose(values.reshape([shape[a] for a in order]), back)
     return Scaled(values, jnp.transpose(scale.reshape([counts[a] for a in order]), back))
+
+
+def _on_one_device(x: Any) -> jax.Array:
+    """Gathers what is sharded: rows are rounded one by one."""
+    sharded = isinstance(getattr(x, "sharding", None), NamedSharding) and x.is_fully_addressable
+    return jnp.asarray(np.asarray(x) if sharded else x)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

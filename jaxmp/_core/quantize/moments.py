@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.attributes import explicit_sharding, on_mesh_of
 from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded, TracedBody
 from jaxmp._core.jaxprs.equation_parameters import dot_axes, in_groups, layout, window
 from jaxmp._core.jaxprs.higher_order import Inner, inside, rebuild
@@ -183,6 +185,7 @@ class Gatherer:
     def _product(self, eqn: JaxprEqn, side: int, view: View, x: Any) -> Extras:
         """Returns the moments of the other operand of a product with a weight."""
         contracted, batch = dot_axes(eqn.params)
+        x = _replicated(x)
         axes = (*batch[1 - side], *contracted[1 - side])
         free = [i for i in range(x.ndim) if i not in axes]
         ahead = [x.shape[i] for i in batch[1 - side]]
@@ -200,7 +203,7 @@ class Gatherer:
         _, features, *space = specs.rhs_spec
         shape = compat.shape_of(eqn.invars[1])
         patches = lax.conv_general_dilated_patches(
-            x.astype(jnp.float32),
+            _replicated(x).astype(jnp.float32),
             [shape[i] for i in space],
             **dict(zip(names, window(eqn), strict=True)),
             dimension_numbers=specs,
@@ -256,6 +259,14 @@ def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[M
         weight: [Moments(*axes, array) for axes, array in several.items()]
         for weight, several in summed.items()
     }
+
+
+def _replicated(x: Any) -> Any:
+    """Replicates an array whose type has an explicit sharding, which reshapes may not take."""
+    if explicit_sharding(x) is None:
+        return x
+    with on_mesh_of(x):
+        return jax.sharding.reshard(x, jax.P())
 
 
 def _plain(x: Any) -> Any:

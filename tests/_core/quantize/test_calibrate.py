@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp._core.products.scaled import dequantize
@@ -340,6 +341,45 @@ def test_models(name):
     assert errors[0] < errors[1] * 0.9
 
 
+class Stacked(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap
+        def layer(rngs):
+            return Module(rngs)
+
+        self.layers = layer(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return x + jnp.tile(layer(x), IN // OUT)
+
+        return run(x, self.layers)
+
+
+def test_stacked_nnx_layers_and_their_state():
+    model = Stacked(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    of_module = small(model, nnx.jit(lambda model, x: model(x))).layers
+    of_state = small(state, lambda state, x: nnx.merge(graph, state)(x))["layers"]
+    for name, shape in (("first", (LAYERS, IN, IN)), ("last", (LAYERS, IN, OUT))):
+        a, b = getattr(of_module, name).kernel, of_state[name]["kernel"]
+        a, b = a.get_raw_value(), b.get_raw_value()
+        assert a.shape == shape
+        same(a, b.values, b.scale)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_weights_and_batches(kind):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    batches = [put(x, "data") for x in BATCHES]
+    found = small({"w": put(W, None, "model")}, lambda p, x: x @ p["w"], batches)["w"]
+    same(found, *round_for(W, MOMENTS, INT4, (IN, 1)))
+    assert found.values.sharding.spec == PartitionSpec(None, "model")
+
+
 def test_batches_are_trees_and_may_be_a_generator():
     def fn(p, batch):
         assert batch["train"] is False  # not an array: given as it is
@@ -361,9 +401,7 @@ OTHERWISE = {
     "read by gather": lambda w, x: w[jnp.int32(x) % 4],
     "read by sin": lambda w, x: x @ jnp.sin(w),
     "read by concatenate": lambda w, x: x @ jnp.concatenate([w, w], 1),
-    "read by ragged_dot_general": lambda w, x: lax.ragged_dot(
-        x[0], w[None], jnp.int32([5])
-    ),
+    "read by ragged_dot_general": lambda w, x: lax.ragged_dot(x[0], w[None], jnp.int32([5])),
     "read by a convolution in groups": lambda w, x: lax.conv_general_dilated(
         x[..., None, :2],
         w[None, :, None, :],

@@ -146,6 +146,17 @@ def test_the_product_is_never_worse_than_of_the_nearest(name):
                 assert np.all(np.frexp(np.float64(found.scale))[0] == 0.5), "powers of two"
 
 
+def test_columns_that_share_a_scale_are_chosen_together():
+    """The first is exact with the scale of the nearest, and the second is better without it."""
+    w = np.zeros((100, 2), np.float32)
+    w[0, 0], w[:, 1] = 7, 0.45
+    found = round_for(w, np.eye(100, dtype=np.float32), FORMATS["int4"], (100, 2))
+    plain = round_to(w, FORMATS["int4"], (100, 2), exact=True)
+    mine, nearest = (error(w, np.eye(100), each) for each in (found, plain))
+    assert mine[0] > nearest[0] == 0
+    assert mine.sum() < nearest.sum()
+
+
 def test_values_fit_their_format():
     rng = np.random.default_rng(0)
     x = inputs("correlated", 32, rng)
