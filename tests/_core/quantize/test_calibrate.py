@@ -149,6 +149,25 @@ def test_each_layer_is_rounded_for_its_own_inputs(name):
         same(QuantizedArray(found.values[i], found.scale[i], W.dtype), *expected)
 
 
+def test_layers_of_experts():
+    """The loop slices the second axis, and the product has the first."""
+    weights = np.stack([STACK, STACK[::-1]])  # [experts, layers, in, out]
+
+    def layer(h, p):
+        return h + 1, jnp.einsum("etd,edo->eto", jnp.stack([h, 2 * h]), p)
+
+    def run(p, x):
+        return lax.scan(layer, x.reshape(-1, IN), jnp.swapaxes(p["w"], 0, 1))
+
+    found = small({"w": weights}, run)["w"]
+    for expert in range(2):
+        for i in range(LAYERS):
+            moments = outer(*((1 + expert) * (x + i) for x in BATCHES))
+            values, scale = found.values[expert, i], found.scale[expert, i]
+            expected = round_for(weights[expert, i], moments, INT4, (IN, 1))
+            same(QuantizedArray(values, scale, W.dtype), *expected)
+
+
 # --- axes ---------------------------------------------------------------------------------------
 
 HEADS = np.float32(RNG.normal(size=(2, IN // 2, OUT)))
