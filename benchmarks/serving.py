@@ -16,7 +16,7 @@ reads one by one, under `jaxmp.autocast(…, "bfloat16")`.
 `accuracy` trains the byte model of `examples/train_lm.py` on the standard library's source, in
 float32, and prints the held-out loss with its weights in each format: computed in float32, which
 shows what the weights lose alone, and under "mixed_bfloat16". Calibrated are those that are rounded
-for what 64 batches of the text that it was trained on multiply them by.
+for the loss of 64 batches of the text that it was trained on.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def trained(size, seed):
             print(f"seed {seed}: step {i} of {size.steps}", file=sys.stderr, flush=True)
         params, opt_state = step(params, opt_state, tokens)
     of_training = itertools.islice(train_lm.batches(text, size, seed + 1000), CALIBRATION_BATCHES)
-    return model, params, evaluation, [tokens[:, :-1] for tokens in of_training]
+    return model, params, evaluation, list(of_training)
 
 
 def loss(apply, params, tokens):
@@ -188,8 +188,9 @@ def accuracy(size, seeds) -> None:
     table = {name: [] for name in rows}
     for seed in seeds:
         model, params, evaluation, some = trained(size, seed)
+        of_batch = functools.partial(loss, model.apply)
         for name, (fmt, options) in CALIBRATED.items():
-            options = {**options, "calibrate": (model.apply, some)}
+            options = {**options, "calibrate": (of_batch, some)}
             rows[f"{name}, calibrated"] = functools.partial(jaxmp.quantize, format=fmt, **options)
         for name, store in rows.items():
             print(f"seed {seed}: {name}", file=sys.stderr, flush=True)

@@ -16,16 +16,18 @@ from jax.sharding import NamedSharding
 
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
-from jaxmp._core.jaxprs.compat import without_consts
+from jaxmp._core.jaxprs.compat import closed, shape_of, without_consts
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.trace import holds_modules, is_array, name_of, trace
+from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.products.scaled import Scaled
 from jaxmp._core.quantize.gptq import round_for
-from jaxmp._core.quantize.moments import Gatherer, Moments, by_weight
+from jaxmp._core.quantize.moments import Gatherer
+from jaxmp._core.quantize.reads import Moments, by_weight
 from jaxmp.formats import Format
 
-# A row of a table that is looked up has the error of its weights themselves, on top of that of its
-# product with the last layer's results where the head is tied.
+# Where the head is tied, a row of a table is read by a product with the last layer's results, and
+# by lookups, whose errors later layers read.
 _LOOKED_UP = flagged(Flag.LOOKING_UP) | {"dynamic_slice"}
 _NAMED = 5  # of the weights that are not calibrated
 
@@ -69,13 +71,13 @@ def calibrated(
     for target in targets:
         _check_concrete(target)
     arrays = [jnp.asarray(target.array) for target in targets]
-    found, others = _moments(fn, batches, arrays, placed)
+    found, gradients, others = _moments(fn, batches, arrays, placed)
     results: list[Scaled | None] = []
     why: dict[str, str] = {}
     for i, target in enumerate(targets):
         moments, path = found.get(i, []), target.path
         if others.get(i, set()) & _LOOKED_UP:
-            moments = [one._replace(array=_with_lookups(one.array)) for one in moments]
+            moments = [_with_lookups(one, gradients.get((i, one.contracted))) for one in moments]
         for one in moments:
             if not bool(jnp.isfinite(one.array).all()):
                 raise ValueError(
@@ -108,11 +110,18 @@ def calibrated(
     return results
 
 
-def _with_lookups(moments: Any) -> Any:
-    """Adds those of a table's lookups, as much again, in all directions alike."""
-    size = moments.shape[-1]
-    mean = jnp.trace(moments, axis1=-2, axis2=-1)[:, None, None] / size
-    return moments + mean * jnp.eye(size)
+def _with_lookups(moments: Moments, gradients: Any) -> Moments:
+    """Adds those of a table's lookups, as much again: by its gradients, or in all directions.
+
+    A loss of tokens depends on errors of its logits by the probabilities of tokens, and on those of
+    a row as often as that is looked up, which are about as large: so one matrix is for all rows.
+    """
+    size = moments.array.shape[-1]
+    shape = jnp.eye(size)
+    if gradients is not None and bool(jnp.isfinite(gradients).all() & (jnp.trace(gradients) > 0)):
+        shape = gradients / jnp.trace(gradients) * size
+    mean = jnp.trace(moments.array, axis1=-2, axis2=-1)[:, None, None] / size
+    return moments._replace(array=moments.array + mean * shape)
 
 
 def _listed(why: Mapping[str, str]) -> str:
@@ -156,13 +165,17 @@ def _moments(
     batches: Iterable[Any],
     weights: list[Any],
     placed: Callable[[Sequence[Any]], Any],
-) -> tuple[dict[int, list[Moments]], Mapping[int, set[str]]]:
-    """Runs a function on batches; returns the moments of each weight, and its other readers."""
+) -> tuple[dict[int, list[Moments]], dict[Any, Any], Mapping[int, set[str]]]:
+    """Runs a function on batches; returns the moments of each weight, and its other readers.
+
+    Between them, moments of the gradients of a loss with respect to rows of a table, by the number
+    of that weight and the axes of a row.
+    """
     gatherer = Gatherer()
     first: Any = None
     program: Any = None
     consts: list[Any] = []
-    sums: dict[str, Any] | None = None
+    sums: Any = None
 
     def of_weights(weights: list[Any], batch: Any) -> Any:
         params = placed(weights)
@@ -176,7 +189,7 @@ def _moments(
             # Constants, such as weights that stay as they are, are arguments of what is compiled.
             jaxpr, consts = without_consts(trace(of_weights, (weights, batch), {}).jaxpr)
             places = range(len(consts), len(consts) + len(weights))
-            program = jax.jit(lambda *arrays: gatherer.run(jaxpr, arrays, places))  # noqa: B023
+            program = _program(gatherer, jaxpr, places)
         else:
             _check_alike(number, first, batch)
         arrays = filter(is_array, jax.tree.leaves(batch))
@@ -187,12 +200,33 @@ def _moments(
             "quantize: calibrate's batches are empty: give one or more. An iterator that was used "
             "up before gives none."
         )
-    return by_weight(gatherer.reads, sums), gatherer.others
+    moments, of_gradients = sums
+    reads = {name: lookup.read for name, lookup in gatherer.lookups.items()}
+    gradients = {
+        (weight, one.contracted): one.array[0]
+        for weight, several in by_weight(reads, of_gradients).items()
+        for one in several
+    }
+    return by_weight(gatherer.reads, moments), gradients, gatherer.others
+
+
+def _program(gatherer: Gatherer, jaxpr: Any, weights: range) -> Callable[..., Any]:
+    """Returns a compiled function of the operands of a program, with the moments of a run.
+
+    Those of gradients as well, if the program returns a loss, and can be differentiated.
+    """
+    outs = closed(jaxpr).jaxpr.outvars
+    alone = len(outs) == 1 and shape_of(outs[0]) == ()
+    floating = alone and jnp.issubdtype(outs[0].aval.dtype, jnp.floating)
+    loops = (eqn.primitive.name == "while" for eqn in equations(closed(jaxpr).jaxpr.eqns))
+    if floating and not any(loops):
+        return jax.jit(lambda *arrays: gatherer.run_loss(jaxpr, arrays, weights))
+    return jax.jit(lambda *arrays: (gatherer.run(jaxpr, arrays, weights), {}))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _added(sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    return {name: sums[name] + new[name] for name in sums}
+def _added(sums: Any, new: Any) -> Any:
+    return jax.tree.map(jnp.add, sums, new)
 
 
 def _check_alike(number: int, first: Any, batch: Any) -> None:

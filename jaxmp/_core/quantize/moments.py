@@ -17,41 +17,26 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import explicit_sharding, on_mesh_of
 from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded, TracedBody
-from jaxmp._core.jaxprs.equation_parameters import dot_axes, in_groups, layout, window
+from jaxmp._core.jaxprs.equation_parameters import dot_axes, gather, in_groups, layout, window
 from jaxmp._core.jaxprs.higher_order import Inner, inside, rebuild
 from jaxmp._core.jaxprs.walk import evaluate
+from jaxmp._core.quantize.reads import Lookup, Read
 from jaxmp._core.quantize.views import View
 
 _ADDED = Join(0, jnp.add)
 _IN_PLACE = compat.CALLS.keys() - {"shard_map"}
 
 
-class Moments(NamedTuple):
-    """The sum of ``x xᵀ`` over the inputs ``x`` that a weight is multiplied by.
+class _At(NamedTuple):
+    """Where in a program a jaxpr runs.
 
     Attributes:
-      batch: the axes of the weight along which there are several: of layers, of experts.
-      contracted: the axes that products sum over.
-      array: float32[*batch, in, in], where ``in`` is all of the contracted axes, in their order.
+      scans: the number of scans around it.
+      added: what is added to the rows of each lookup; None in loops, branches and derivative rules.
     """
 
-    batch: tuple[int, ...]
-    contracted: tuple[int, ...]
-    array: Any
-
-
-class Read(NamedTuple):
-    """A way in which products read a weight.
-
-    Attributes:
-      view: the weight, as the product reads it.
-      batch: the pieces along which it has several moments, in their order there.
-      contracted: the pieces that are summed over, in the order of the weight.
-    """
-
-    view: View
-    batch: tuple[int, ...]
-    contracted: tuple[int, ...]
+    scans: int = 0
+    added: dict[str, Any] | None = None
 
 
 class _Weight(NamedTuple):
@@ -68,10 +53,12 @@ class Gatherer:
     Attributes:
       reads: how products read the weights, by the name of the extra result; filled by a run.
       others: the primitives by which each weight is read otherwise; filled by a run.
+      lookups: the lookups of rows, by their numbers; filled by `run_loss`.
     """
 
     reads: dict[str, Read] = dataclasses.field(default_factory=dict)
     others: defaultdict[int, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+    lookups: dict[str, Lookup] = dataclasses.field(default_factory=dict)
 
     def run(self, jaxpr: Any, operands: Sequence[Any], weights: range) -> dict[str, Any]:
         """Runs a program; returns the moments by the names that are in `reads` then.
@@ -81,18 +68,48 @@ class Gatherer:
           operands: its arguments.
           weights: the positions of the weights among them.
         """
+        return self._whole(jaxpr, operands, weights, _At())[1]
+
+    def run_loss(
+        self, jaxpr: Any, operands: Sequence[Any], weights: range
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Does that for a loss; returns also moments of gradients by the names in `lookups`.
+
+        They are of its gradients with respect to the rows: the loss depends on errors of rows, to
+        the second order, as a product with its own gradients does (Fisher's information).
+        """
+
+        def loss(added: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            self.lookups.clear()
+            return self._whole(jaxpr, operands, weights, _At(added=added))
+
+        jax.eval_shape(loss, {})
+        zeros = {name: jnp.zeros(x.like.shape, x.like.dtype) for name, x in self.lookups.items()}
+        grads, moments = jax.grad(loss, has_aux=True)(zeros)
+        found = {}
+        for name, grad in grads.items():
+            rows = jnp.moveaxis(grad, self.lookups[name].axis, -1).astype(jnp.float32)
+            rows = rows.reshape(-1, rows.shape[-1])
+            found[name] = jnp.matmul(rows.T, rows, precision=lax.Precision.HIGHEST)
+        return moments, found
+
+    def _whole(
+        self, jaxpr: Any, operands: Sequence[Any], weights: range, at: _At
+    ) -> tuple[Any, dict[str, Any]]:
+        """Runs a program; returns its first result, and the moments."""
         values = list(operands)
         for number, i in enumerate(weights):
             values[i] = _Weight(operands[i], View.of(number, np.shape(operands[i])))
-        _, extras = self._run(jaxpr, values, 0)
-        return {name: extra.value for name, extra in extras.items()}
+        results, extras = self._run(jaxpr, values, at)
+        first = _plain(results[0]) if results else None
+        return first, {name: extra.value for name, extra in extras.items()}
 
-    def _run(self, jaxpr: Any, values: Sequence[Any], depth: int) -> Out:
-        """Runs a jaxpr inside `depth` scans; returns its results, and the extra ones."""
+    def _run(self, jaxpr: Any, values: Sequence[Any], at: _At) -> Out:
+        """Runs a jaxpr; returns its results, and the extra ones."""
         extras: Extras = {}
 
         def bound(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-            results, more = self._equation(eqn, operands, depth)
+            results, more = self._equation(eqn, operands, at)
             for name, extra in more.items():
                 old = extras.get(name)
                 extras[name] = extra if old is None else Extra(old.value + extra.value, _ADDED)
@@ -100,19 +117,24 @@ class Gatherer:
 
         return evaluate(jaxpr, values, bound), extras
 
-    def _equation(self, eqn: JaxprEqn, operands: list[Any], depth: int) -> Out:
+    def _equation(self, eqn: JaxprEqn, operands: list[Any], at: _At) -> Out:
         kind, plain = compat.kind(eqn), [_plain(x) for x in operands]
         weights = {i: x.view for i, x in enumerate(operands) if isinstance(x, _Weight)}
         inner = inside(eqn) if kind != "shard_map" else ()
-        if inner and (kind in _IN_PLACE or inner[0].rule):
-            return self._run(inner[0].jaxpr, operands, depth)
-        if inner and kind == "scan":
-            return self._scan(eqn, inner[0], operands, depth)
-        if inner:
-            return rebuild(eqn, plain, [self._part(each, operands, depth) for each in inner])
+        if weights and inner and inner[0].rule:
+            return self._with_rule(eqn, inner[0], operands, at)
+        if weights and inner and kind in _IN_PLACE:
+            return self._run(inner[0].jaxpr, operands, at)
+        if weights and inner and kind == "scan":
+            return self._scan(eqn, inner[0], operands, at)
+        if weights and inner:
+            parts = [self._part(each, operands, at) for each in inner]
+            return rebuild(eqn, plain, parts)
         results: list[Any] = compat.bind(eqn, plain)
         if not weights:
             return results, {}
+        if kind == "gather" and at.added is not None and 0 in weights:
+            self._look_up(eqn, weights[0], results, at.added)
         multiplied = {"dot_general": self._product, "conv_general_dilated": self._convolution}
         if kind in multiplied:
             found = [multiplied[kind](eqn, i, view, plain[1 - i]) for i, view in weights.items()]
@@ -127,7 +149,40 @@ class Gatherer:
                 results[i] = _Weight(results[i], moved)
         return results, {}
 
-    def _part(self, inner: Inner, operands: Sequence[Any], depth: int) -> Threaded:
+    def _look_up(
+        self, eqn: JaxprEqn, view: View, results: list[Any], added: dict[str, Any]
+    ) -> None:
+        """Adds to the rows that a lookup returns, if they are whole rows."""
+        kept = gather(eqn).sliced
+        shapes = compat.shape_of(eqn.invars[0]), compat.shape_of(eqn.outvars[0])
+        whole = [(i, k) for i, k in kept.items() if shapes[0][i] == shapes[1][k] > 1]
+        if len(kept) != 1 or len(whole) != 1:
+            return
+        [(axis, of_result)] = whole
+        row = view.dims[axis]
+        if len(row) != 1 or view.axes_of(row) is None:
+            return
+        read = Read(view, (), row)
+        name = str(len(self.lookups))
+        self.lookups[name] = Lookup(read, of_result, eqn.outvars[0].aval)
+        if added:
+            results[0] = results[0] + added[name]
+
+    def _with_rule(self, eqn: JaxprEqn, inner: Inner, operands: Sequence[Any], at: _At) -> Out:
+        """Binds a function with a derivative rule unchanged, and runs its jaxpr for the moments."""
+        views = [x.view if isinstance(x, _Weight) else None for x in operands]
+        moved: list[View | None] = []
+
+        def run(_: Sequence[Any], *arrays: Any) -> Out:
+            given = _viewed(arrays, views)
+            results, extras = self._run(inner.jaxpr, given, _At(at.scans))
+            moved[:] = [x.view if isinstance(x, _Weight) else None for x in results]
+            return [_plain(x) for x in results], extras
+
+        results, extras = rebuild(eqn, [_plain(x) for x in operands], [run])
+        return _viewed(results, moved), extras
+
+    def _part(self, inner: Inner, operands: Sequence[Any], at: _At) -> Threaded:
         """Returns the replacement of a branch, or of a part of a while loop."""
         carried = set(inner.carries) if inner.loops else set()
         views = [
@@ -138,7 +193,8 @@ class Gatherer:
             self._lost(operands[inner.operands[k]])
 
         def run(_: Sequence[Any], *arrays: Any) -> Out:
-            results, extras = self._run(inner.jaxpr, _viewed(arrays, views), depth)
+            given = _viewed(arrays, views)
+            results, extras = self._run(inner.jaxpr, given, _At(at.scans))
             return [_plain(x) for x in results], extras
 
         return run
@@ -147,7 +203,7 @@ class Gatherer:
         if isinstance(operand, _Weight):
             self.others[operand.view.weight].add("the carry of a loop")
 
-    def _scan(self, eqn: JaxprEqn, inner: Inner, operands: list[Any], depth: int) -> Out:
+    def _scan(self, eqn: JaxprEqn, inner: Inner, operands: list[Any], at: _At) -> Out:
         """Runs a scan: moments of weights that it slices are stacked, those of others added."""
         n_consts, n_carry = compat.scan_split(eqn)
         views: list[View | None] = []
@@ -159,14 +215,15 @@ class Gatherer:
             views.append(x.view.in_scan(sliced=i >= n_consts) if known else None)
 
         def run(_: Sequence[Any], *arrays: Any) -> Out:
-            results, extras = self._run(inner.jaxpr, _viewed(arrays, views), depth + 1)
+            given = _viewed(arrays, views)
+            results, extras = self._run(inner.jaxpr, given, _At(at.scans + 1))
             return [_plain(x) for x in results], extras
 
         plain = [_plain(x) for x in operands]
         consts, carry = plain[:n_consts], plain[n_consts : n_consts + n_carry]
         slices = plain[n_consts + n_carry :]
         body = TracedBody(run, (), [*consts, *carry, *(x[0] for x in slices)])
-        shared = {name for name in body.extras if not self.reads[name].view.loops[depth]}
+        shared = {name for name in body.extras if not self.reads[name].view.loops[at.scans]}
         sums = {name: x.value for name, x in body.neutral().items() if name in shared}
 
         def step(state: Any, slices: list[Any]) -> Any:
@@ -237,28 +294,9 @@ class Gatherer:
         kept = rows.ndim - len(order)
         ascending = [kept + order.index(i) for i in sorted(order)]
         rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
-        rows = rows.astype(jnp.float32)
+        rows = lax.stop_gradient(rows.astype(jnp.float32))
         moments = jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
         return {name: Extra(moments, _ADDED)}
-
-
-def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[Moments]]:
-    """Returns the moments of each weight: one of each way in which its axes are multiplied."""
-    summed: dict[int, dict[tuple[Any, Any], Any]] = defaultdict(dict)
-    for name, array in found.items():
-        view, batch, contracted = reads[name]
-        size = array.shape[-1]
-        ascending = sorted(range(len(batch)), key=batch.__getitem__)
-        array = array.reshape(*view.sizes(batch), size, size)
-        array = jnp.transpose(array, (*ascending, len(batch), len(batch) + 1))
-        axes = view.axes_of(batch) or (), view.axes_of(contracted) or ()
-        array = array.reshape(-1, size, size)
-        old = summed[view.weight].get(axes)
-        summed[view.weight][axes] = array if old is None else old + array
-    return {
-        weight: [Moments(*axes, array) for axes, array in several.items()]
-        for weight, several in summed.items()
-    }
 
 
 def _replicated(x: Any) -> Any:

@@ -87,9 +87,10 @@ def quantize(
         bit, that of the model served with what `quantize` returns without it. (Where a wrapped
         module is called by itself, the last bit of products may differ, by row or tensor.)
       calibrate: a pair of a function and batches, ``(fn, batches)``: weights are rounded so that
-        the products in `fn(params, batch)`, a loss or the model's results, change least, by GPTQ
-        and a search for scales. `fn` runs once on each of a few batches of one shape, which are
-        pytrees; one that is wrapped will do. A warning names weights that are rounded to the
+        the products in `fn(params, batch)` change least, by GPTQ and a search for scales. `fn` is
+        best a loss (one number): its gradients then tell which errors matter in a tied table's
+        rows. Or it returns a model's results. It runs once on each of a few batches of one shape,
+        which are pytrees; wrapped models will do. A warning names weights that are rounded to the
         nearest, since `fn` reads them by no matmul or convolution, or multiplies them along
         several axes. For each product, float32 [in, in] is in memory meanwhile.
 

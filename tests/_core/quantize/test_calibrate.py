@@ -279,6 +279,64 @@ def test_a_table_that_is_looked_up_too_has_errors_in_all_directions():
     np.testing.assert_array_equal(np.int8(found.values), np.int8(values).T)
 
 
+def table_loss(p, x):
+    """A loss whose gradients with respect to rows are in one direction, and its head."""
+    rows = p["embedding"][jnp.int32(x[..., 0]) % OUT]
+    return jnp.sum(rows @ np.eye(IN, dtype=np.float32)[3]) + jnp.sum(
+        lax.stop_gradient(x) @ p["embedding"].T
+    )
+
+
+def table_loss_in_a_loop(p, x):
+    """The same, looked up where gradients cannot be told apart."""
+    return lax.scan(lambda c, row: (c + table_loss(p, row[None]), None), 0.0, x)[0]
+
+
+def table_loss_without_a_derivative(p, x):
+    return lax.while_loop(lambda c: c < -1e9, lambda c: c + 1, table_loss(p, x))
+
+
+def two_results(p, x):
+    return table_loss(p, x), jnp.zeros(())
+
+
+def with_rule_around(p, x):
+    """Its derivative is that of its rule: the other direction."""
+
+    @jax.custom_jvp
+    def first(rows):
+        return rows[..., 3]
+
+    first.defjvp(lambda primals, tangents: (first(*primals), tangents[0][..., 5]))
+    rows = p["embedding"][jnp.int32(x[..., 0]) % OUT]
+    return first(rows).sum() + jnp.sum(x @ p["embedding"].T)
+
+
+DIRECTIONS = {
+    "loss": (table_loss, 3),
+    "jit": (jax.jit(table_loss), 3),
+    "rule": (with_rule_around, 5),
+    "loop": (table_loss_in_a_loop, None),
+    "while": (table_loss_without_a_derivative, None),
+    "no loss": (two_results, None),
+}
+
+
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_errors_of_rows_that_are_looked_up_matter_by_the_gradient_of_a_loss(name):
+    """In its direction, as much as in the head's: the sum of the diagonal is the same."""
+    calibrated, direction = DIRECTIONS[name]
+    moments, trace = np.float64(MOMENTS), np.trace(np.float64(MOMENTS))
+    if direction is None:
+        moments = moments + np.eye(IN) * trace / IN
+    else:
+        moments[direction, direction] += trace
+    values, scale = round_for(TABLE.T, np.float32(moments), INT4, (IN, 1))
+    found = small({"embedding": TABLE}, calibrated)["embedding"]
+    np.testing.assert_allclose(found.scale, scale.T, rtol=1e-6)
+    np.testing.assert_array_equal(np.int8(found.values), np.int8(values).T)
+
+
 # --- models -------------------------------------------------------------------------------------
 
 
