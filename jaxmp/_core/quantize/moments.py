@@ -294,6 +294,7 @@ class Gatherer:
         kept = rows.ndim - len(order)
         ascending = [kept + order.index(i) for i in sorted(order)]
         rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
+        # Without tangents, which a backward pass would keep.
         rows = lax.stop_gradient(rows.astype(jnp.float32))
         moments = jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
         return {name: Extra(moments, _ADDED)}
