@@ -15,13 +15,15 @@ reads one by one, under `jaxmp.autocast(…, "bfloat16")`.
 
 `accuracy` trains the byte model of `examples/train_lm.py` on the standard library's source, in
 float32, and prints the held-out loss with its weights in each format: computed in float32, which
-shows what the weights lose alone, and under "mixed_bfloat16".
+shows what the weights lose alone, and under "mixed_bfloat16". Calibrated are those that are rounded
+for the loss of 64 batches of the text that it was trained on.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -51,6 +53,22 @@ FORMATS = {
     "int4 block 64": ("int4", {"block_size": 64}),
     "int4 block 128": ("int4", {"block_size": 128}),
 }
+# Of `accuracy` alone. The table is looked up, and its product is the head.
+ROWS = {"granularity": "row"}
+TABLE_IN_INT8 = {"**/embedding": "int8", "**": "int4"}
+BLOCKS_OF_32 = {"granularity": "block", "block_size": 32}
+MORE_FORMATS = {
+    "int8 tensor": ("int8", {"granularity": "tensor"}),
+    "e2m1 block 32": ("e2m1", BLOCKS_OF_32),
+    "int4 row, table int8": (TABLE_IN_INT8, ROWS),
+}
+CALIBRATED = {
+    "int4 row": ("int4", ROWS),
+    "int4 block 64": ("int4", {"block_size": 64}),
+    "e2m1 block 32": ("e2m1", BLOCKS_OF_32),
+    "int4 row, table int8": (TABLE_IN_INT8, ROWS),
+}
+CALIBRATION_BATCHES = 64
 # (layers, batch, tokens): LM-A when it reads a few tokens, and a whole batch; a deeper one.
 SHAPES = ((4, 1, 16), (4, 8, 1024), (24, 1, 16))
 
@@ -129,7 +147,7 @@ def scan(targets, formats) -> None:
 
 
 def trained(size, seed):
-    """The byte model trained in float32, and held-out windows in batches."""
+    """The byte model trained in float32, held-out windows, and others to calibrate with."""
     text, held_out = train_lm.read_text()
     starts = np.arange(256) * (len(held_out) - size.length) // 256
     evaluation = np.split(train_lm.windows(held_out, starts, size.length), 32)
@@ -151,7 +169,8 @@ def trained(size, seed):
         if i % 100 == 0:
             print(f"seed {seed}: step {i} of {size.steps}", file=sys.stderr, flush=True)
         params, opt_state = step(params, opt_state, tokens)
-    return model, params, evaluation
+    of_training = itertools.islice(train_lm.batches(text, size, seed + 1000), CALIBRATION_BATCHES)
+    return model, params, evaluation, list(of_training)
 
 
 def loss(apply, params, tokens):
@@ -162,13 +181,17 @@ def loss(apply, params, tokens):
 
 def accuracy(size, seeds) -> None:
     rows = {"float32": lambda p: p, "bf16": jaxmp.get_policy("bfloat16").cast_to_param}
-    for name, spec in FORMATS.items():
+    for name, spec in (FORMATS | MORE_FORMATS).items():
         if spec is not None:
             rows[name] = functools.partial(jaxmp.quantize, format=spec[0], **spec[1])
-    rows["int8 tensor"] = functools.partial(jaxmp.quantize, format="int8", granularity="tensor")
+    rows |= {f"{name}, calibrated": None for name in CALIBRATED}
     table = {name: [] for name in rows}
     for seed in seeds:
-        model, params, evaluation = trained(size, seed)
+        model, params, evaluation, some = trained(size, seed)
+        of_batch = functools.partial(loss, model.apply)
+        for name, (fmt, options) in CALIBRATED.items():
+            options = {**options, "calibrate": (of_batch, some)}
+            rows[f"{name}, calibrated"] = functools.partial(jaxmp.quantize, format=fmt, **options)
         for name, store in rows.items():
             print(f"seed {seed}: {name}", file=sys.stderr, flush=True)
             stored = store(params)
@@ -176,10 +199,10 @@ def accuracy(size, seeds) -> None:
                 of = jax.jit(functools.partial(loss, jaxmp.wrap(model, policy).apply))
                 table[name].append(np.mean([float(of(stored, t)) for t in evaluation]))
     print(f"held-out loss of {size}, seeds {list(seeds)}: of each, computed in float32, in bf16")
-    print(f"{'weights':15s}" + "".join(f"  {'loss':>7s} {'of f32':>8s}" for _ in table["float32"]))
+    print(f"{'weights':32s}" + "".join(f"  {'loss':>7s} {'of f32':>8s}" for _ in table["float32"]))
     for name, losses in table.items():
         pairs = zip(losses, np.repeat(table["float32"][::2], 2), strict=True)
-        print(f"{name:15s}" + "".join(f"  {x:7.4f} {x / f - 1:+8.3%}" for x, f in pairs))
+        print(f"{name:32s}" + "".join(f"  {x:7.4f} {x / f - 1:+8.3%}" for x, f in pairs))
 
 
 def main() -> None:

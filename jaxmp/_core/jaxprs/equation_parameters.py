@@ -30,6 +30,14 @@ def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes,
     return both
 
 
+def in_groups(eqn: jex_core.JaxprEqn) -> bool:
+    """Returns whether a convolution multiplies groups of features, or of a batch, separately."""
+    specs = layout(eqn)
+    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    batches = left[specs.lhs_spec[0]], shape_of(eqn.outvars[0])[specs.out_spec[0]]
+    return left[specs.lhs_spec[1]] != right[specs.rhs_spec[1]] or batches[0] != batches[1]
+
+
 def dot_axes(params: Mapping[str, Any]) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
     """Returns the same of a ``dot_general``, given its parameters."""
     both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = params["dimension_numbers"]
@@ -132,6 +140,11 @@ def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
     """Returns, for each axis of a ``transpose``'s result, the axis of the operand."""
     return tuple(eqn.params["permutation"])
+
+
+def permutes(eqn: jex_core.JaxprEqn) -> bool:
+    """Returns whether a ``reshape`` permutes the axes of its operand first."""
+    return eqn.params["dimensions"] is not None
 
 
 class Gather(NamedTuple):

@@ -47,16 +47,23 @@ def round_to(x: Any, fmt: Format, block: Sequence[int], *, exact: bool = False) 
     scale = scale_of(amax, fmt)
     if exact:
         # A number near the largest float32 may round to a product beyond it.
-        top = _values(amax / scale, fmt).astype(jnp.float32) * scale
+        top = nearest(amax / scale, fmt).astype(jnp.float32) * scale
         scale = jnp.where(jnp.isfinite(top), scale, np.float32(np.nan))
-        values = _values(parts / scale.astype(x.dtype), fmt)
+        values = nearest(parts / scale.astype(x.dtype), fmt)
     else:
-        values = _values(parts * (1 / scale), fmt)
+        values = nearest(parts * (1 / scale), fmt)
     whole = [n + more for n, more in zip(x.shape, _missing(x.shape, block), strict=True)]
     return Scaled(_cut(values.reshape(whole), x.shape), scale.reshape(counts))
 
 
-def _values(x: Any, fmt: Format) -> Any:
+def nearest(x: Any, fmt: Format) -> Any:
+    """Returns the values of a format that are nearest to numbers, its largest beyond its range.
+
+    Example:
+      >>> from jaxmp.formats import ALL_FORMATS
+      >>> nearest(jnp.array([-9.0, 0.4, 2.6]), ALL_FORMATS["int4"]).tolist()
+      [-7, 0, 3]
+    """
     if fmt.integer:
         x = jnp.round(x)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity. And a quotient

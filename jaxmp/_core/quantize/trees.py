@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -19,6 +20,7 @@ from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
+from jaxmp._core.quantize.calibrate import Target, calibrated
 from jaxmp._core.quantize.select import Candidate, names_of, rules_of, why_not
 from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, check_granularity
 from jaxmp.formats import Format
@@ -44,6 +46,7 @@ def quantize(
     block_size: int = BLOCK_SIZE,
     min_size: int = MIN_SIZE,
     straight_through: bool = False,
+    calibrate: tuple[Callable[[T, Any], Any], Iterable[Any]] | None = None,
 ) -> T:
     """Stores the matrices among parameters in few bits: for serving, and as a frozen base.
 
@@ -90,14 +93,23 @@ def quantize(
         Under `jaxmp.autocast` around the loss, also of a wrapped model, the forward pass is, to the
         bit, that of the model served with what `quantize` returns without it. (Where a wrapped
         module is called by itself, the last bit of products may differ, by row or tensor.)
+      calibrate: a pair of a function and batches, ``(fn, batches)``: weights are rounded so that
+        the products in `fn(params, batch)` change least, by GPTQ and a search for scales. `fn` is
+        best a loss (one number): its gradients then tell which errors matter in a tied table's
+        rows. Or it returns a model's results. It runs once on each of a few batches of one shape,
+        which are pytrees; wrapped models will do. A warning names weights that are rounded to the
+        nearest, since `fn` reads them by no matmul or convolution, or multiplies them along
+        several axes. For each product, float32 [in, in] is in memory meanwhile.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
       sharded as the weight was, scales along the axes where they can be.
 
     Raises:
-      ValueError: if a format or granularity is unknown, a pattern has no effect, or a weight is
-        quantized already or not finite (unless it is traced: its products are then NaN).
+      ValueError: if a format or granularity is unknown, a pattern has no effect, a weight is
+        quantized already or not finite (unless it is traced: its products are then NaN), or of
+        `calibrate`, batches are missing or of several shapes, inputs are not finite, `fn`
+        multiplies by no quantized weight, or it is given with `straight_through`.
       TypeError: if an argument is of another type.
 
     Example:
@@ -112,11 +124,17 @@ def quantize(
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference" (2018), symmetric, also for `straight_through`; blocks:
-    Dettmers and Zettlemoyer, "The case for 4-bit precision" (2023).
+    Dettmers and Zettlemoyer, "The case for 4-bit precision" (2023); `calibrate`: Frantar et al.,
+    "GPTQ" (2023).
     """
     check_granularity(granularity, block_size)
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)):
         raise TypeError(f"quantize: min_size is a number of elements; got {min_size!r}.")
+    if straight_through and calibrate is not None:
+        raise ValueError(
+            "quantize: straight_through trains the weights for the nearest numbers of the format, "
+            "and calibrate chooses others: give one of them."
+        )
     if hasattr(params, "opt_state"):
         raise TypeError(
             f"quantize: takes parameters, and {type(params).__name__!r} holds an optimizer's state "
@@ -124,7 +142,7 @@ def quantize(
         )
     rules = rules_of(format, granularity, block_size)
     leaves: list[Candidate] = []
-    chosen: dict[int, WeightFormat] = {}
+    targets: dict[int, Target] = {}
 
     def look(path: tuple[str, ...], leaf: Any) -> Any:
         if is_quantized(leaf):
@@ -137,39 +155,59 @@ def quantize(
         shape = _shape(leaf) if reason else tuple(np.shape(leaf))
         leaves.append(Candidate(path, shape, reason))
         if not reason and (fmt := rules(path)) is not None:
-            chosen[len(leaves) - 1] = fmt
+            targets[len(leaves) - 1] = _target(path, leaf, fmt)
         return leaf
 
-    def replace(path: tuple[str, ...], leaf: Any) -> Any:
-        fmt = chosen.get(next(numbers))
-        if fmt is None:
+    def replace(_: tuple[str, ...], leaf: Any) -> Any:
+        number = next(numbers)
+        if (target := targets.get(number)) is None:
             return leaf
-        return (round_weight if straight_through else store_weight)(path, leaf, fmt)
+        if straight_through:
+            return round_weight(target)
+        return store_weight(target, known.get(number))
+
+    def placed(arrays: Sequence[Any]) -> T:
+        by_number = dict(zip(targets, arrays, strict=True))
+        numbers = itertools.count()
+        whole: T = map_parameters(lambda _, leaf: by_number.get(next(numbers), leaf), params)
+        return whole
 
     map_parameters(look, params)
     rules.check(leaves)
-    numbers = iter(range(len(leaves)))
+    known = {}
+    if calibrate is not None:
+        known = dict(zip(targets, calibrated(calibrate, [*targets.values()], placed), strict=True))
+    numbers = itertools.count()
     out: T = map_parameters(replace, params)
     return out
 
 
-def store_weight(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> QuantizedArray:
-    """Stores one weight in few bits; its path is that in the tree of parameters."""
-    shape = scale_shape(path[-1] if path else "", leaf.shape, fmt.granularity, fmt.block_size)
-    still = lax.stop_gradient(leaf) if is_tracer(leaf) else leaf
-    return _quantized("/".join(path), still, fmt.format, tuple(shape))
+def _target(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> Target:
+    """Describes what a weight, at a path in the tree of parameters, is rounded to."""
+    name = path[-1] if path else ""
+    counts = scale_shape(name, np.shape(leaf), fmt.granularity, fmt.block_size)
+    return Target("/".join(path), leaf, fmt.format, tuple(counts))
 
 
-def round_weight(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> jax.Array:
-    """Returns one weight as it will be stored, with the derivative of the identity."""
+def store_weight(target: Target, known: Scaled | None = None) -> QuantizedArray:
+    """Stores a weight in few bits: to the nearest, or as values and scales that are known."""
+    x = target.array
+    still = lax.stop_gradient(x) if is_tracer(x) else x
+    return _quantized(target._replace(array=still), known)
+
+
+def round_weight(target: Target) -> jax.Array:
+    """Returns a weight as it will be stored, with the derivative of the identity."""
     with jax.named_scope(CAST):
-        few = store_weight(path, leaf, fmt)
-    return array_of(dataclasses.replace(few, master=leaf))
+        few = store_weight(target)
+    return array_of(dataclasses.replace(few, master=target.array))
 
 
 def trained_as_stored(path: tuple[str, ...], leaf: Any, fmt: WeightFormat | None) -> Any:
     """Returns a parameter as a model reads it under ``weights``: itself if it is not a matrix."""
-    return leaf if fmt is None or why_not(path, leaf, MIN_SIZE) else round_weight(path, leaf, fmt)
+    if fmt is None or why_not(path, leaf, MIN_SIZE):
+        return leaf
+    return round_weight(_target(path, leaf, fmt))
 
 
 def dequantize(tree: T) -> T:
@@ -249,8 +287,11 @@ def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
     return value.dequantize() if is_quantized(value) and not abstract else value
 
 
-def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> QuantizedArray:
-    if isinstance(x, jax.ShapeDtypeStruct):
+def _quantized(target: Target, known: Scaled | None) -> QuantizedArray:
+    path, x, fmt, shape = target
+    if known is not None:
+        values, scale = known
+    elif isinstance(x, jax.ShapeDtypeStruct):
         values, scale = jax.eval_shape(functools.partial(_rounded, fmt=fmt, scale_shape=shape), x)
     else:
         values, scale = _rounded(x if isinstance(x, jax.Array) else jnp.asarray(x), fmt, shape)

@@ -489,6 +489,14 @@ def _() -> None:
     assert equation_parameters.permutation(eqn) == (1, 0)
 
 
+@relied_on("reshape: dimensions", "params[dimensions]")
+def _() -> None:
+    [plain] = equations(lambda x: lax.reshape(x, (3, 2)), jnp.ones((2, 3)))
+    [permuted] = equations(lambda x: lax.reshape(x, (3, 2), (1, 0)), jnp.ones((2, 3)))
+    assert not equation_parameters.permutes(plain)
+    assert equation_parameters.permutes(permuted)
+
+
 @relied_on("dot_general: out_sharding, and the sharding of an aval", "params[out_sharding]")
 def _() -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))

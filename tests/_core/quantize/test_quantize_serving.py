@@ -34,3 +34,5 @@ def test_the_table_of_losses():
     assert loss["int8"] == pytest.approx(loss["float32"], rel=2e-3)
     assert loss["float8"] == pytest.approx(loss["float32"], rel=1e-2)
     assert loss["float32"] * 1.001 < loss["int4 block 32"] < loss["float32"] * 1.1
+    for name in serving.CALIBRATED:
+        assert loss["float32"] < loss[f"{name}, calibrated"] < loss[name]
