@@ -16,8 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._core.printable import show, shown
+from jaxmp._core.quantized_array import is_quantized
 from jaxmp.dtypes import dtype_name, parse_dtype
-from jaxmp.quantized import is_quantized
 
 __all__ = [
     "all_finite",

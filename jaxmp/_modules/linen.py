@@ -29,11 +29,11 @@ from jaxmp._core.jaxprs.scopes import PARAMETER
 from jaxmp._core.jaxprs.trace import is_array
 from jaxmp._core.plan.regions import policy_in_force, region, widen
 from jaxmp._core.quantize.calls import for_float32
+from jaxmp._core.quantized_array import is_quantized
 from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call
 from jaxmp._modules.linen_parts import Wrapping, fields_of_parts, runs_as_written, setup_of_parts
 from jaxmp._modules.overrides import Overrides, Part
 from jaxmp.policy import Policy, PolicyMap
-from jaxmp.quantized import is_quantized
 from jaxmp.tree import cast_floating
 
 Method = Callable[..., Any]

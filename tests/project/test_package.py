@@ -26,13 +26,13 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 # that it begins with.
 ORDER = """
     _core.printable devices formats _core.products.scaled _core.products.packed dtypes
-    _core.weight_format _core.chips
-    _core.flax _core.flax_classes _core.jaxprs quantized tree recipes _core.speed policy_fields
-    policy policies checkpoint_policies _core.quantize _core.plan _core.execute _core.products
-    _core.decide _core.passes _core.autocast _training _modules loss_scaling losses _tools.screen
-    _tools.files _tools.arguments _tools.progress _tools.speed _tools.explain _tools.audit
-    _tools.lock _tools.preflight _tools.numerics _tools.validate _tools.tune _tools.parity
-    _tools.command_functions numerics testing pytest_plugin cli __main__
+    _core.weight_format _core.chips _core.flax _core.flax_classes _core.jaxprs
+    _core.quantized_array tree recipes _core.speed policy_fields policy policies
+    checkpoint_policies _core.quantize quantized _core.plan _core.execute _core.products
+    _core.decide _core.passes _core.autocast _training _modules loss_scaling losses
+    _tools.screen _tools.files _tools.arguments _tools.progress _tools.speed _tools.explain
+    _tools.audit _tools.lock _tools.preflight _tools.numerics _tools.validate _tools.tune
+    _tools.parity _tools.command_functions numerics testing pytest_plugin cli __main__
 """
 LAYERS = ORDER.split()
 

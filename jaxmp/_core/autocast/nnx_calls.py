@@ -25,8 +25,8 @@ from jaxmp._core.flax_classes import one_per_key, public, subclass
 from jaxmp._core.plan.regions import widen
 from jaxmp._core.quantize.select import Path
 from jaxmp._core.quantize.trees import holds_weight, trained_as_stored
+from jaxmp._core.quantized_array import is_quantized
 from jaxmp._core.weight_format import WeightFormat
-from jaxmp.quantized import is_quantized
 
 Function = Callable[..., Any]
 Method = Callable[..., Any]

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmp._core.flax import is_graph_node
 from jaxmp._core.products.scaled import Scaled
-from jaxmp.quantized import QuantizedArray, array_of, is_quantized
+from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
 
 
 def holds_quantized(tree: Any) -> bool:

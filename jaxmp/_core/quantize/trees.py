@@ -22,10 +22,10 @@ from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
 from jaxmp._core.quantize.calibrate import Target, calibrated
 from jaxmp._core.quantize.select import Candidate, names_of, rules_of, why_not
+from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
 from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, check_granularity
 from jaxmp.formats import Format
 from jaxmp.policy import Policy, PolicyMap
-from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 
 T = TypeVar("T")
 MIN_SIZE: Final = 4096
