@@ -1,0 +1,58 @@
+"""Stochastic rounding to e2m1 whose random bits are a hash of what is rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def random_bits(x: Any, stream: int) -> Any:
+    """Returns uint32 bits for every element of an array: a hash of it, its position, and all of it.
+
+    All of it is a sum of hashes modulo 2^32, which no order of summing changes: so an array that is
+    computed again, or sharded, has the same bits. Arrays that differ anywhere have other bits
+    everywhere.
+
+    Args:
+      x: float32[…].
+      stream: a number; every reader of one array has its own.
+    """
+    values = _mixed(lax.bitcast_convert_type(x, np.uint32))
+    whole = jnp.sum(values, dtype=np.uint32) + np.uint32(stream)
+    position: Any = np.uint32(0)
+    for axis, size in enumerate(x.shape):
+        index = lax.broadcasted_iota(np.uint32, x.shape, axis)
+        position = position * np.uint32(size) + index
+    return _mixed(values ^ _mixed(position ^ _mixed(whole)))
+
+
+def _mixed(x: Any) -> Any:
+    """Returns a hash of uint32, one to one. Source: Appleby, MurmurHash3's finalizer."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def to_e2m1(x: Any, bits: Any) -> Any:
+    """Rounds to one of the two neighbors in e2m1, in float32: to each as often as it is near.
+
+    Args:
+      x: float32[…] in [-6, 6]; a number of e2m1 stays what it is.
+      bits: uint32[…], random.
+
+    Example:
+      >>> to_e2m1(np.float32([2.25, 2.25, 3.0]), np.uint32([0, 2**31, 0])).tolist()
+      [3.0, 2.0, 3.0]
+    """
+    size = jnp.abs(x)
+    # 0, .5, 1, 1.5, 2, 3, 4, 6.
+    step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
+    steps = size / step  # by a power of two, so exact
+    below = jnp.floor(steps)
+    # The odd multiples of 2^-24 in (0, 1), exact: so is their comparison with what is cut off.
+    uniform = (bits >> 9).astype(np.float32) * np.float32(2**-23) + np.float32(2**-24)
+    up = (steps - below > uniform).astype(np.float32)
+    return jnp.copysign((below + up) * step, x)
