@@ -123,21 +123,13 @@ class Recipe:
                     f"products: {field} is {short!r} and forward {self.forward!r}, and nothing "
                     f"multiplies the two; say {field}={self.forward!r} or 'bf16'"
                 )
-        four = [name for name, short in self.formats.items() if FORMATS[short].bits == 4]
-        read = {"rounding": {"grad_input", "grad_weight"}, "hadamard": {"grad_weight"}}
-        for option, known in (("rounding", ROUNDINGS), ("hadamard", HADAMARDS)):
-            used = not read[option].isdisjoint(four)
-            given = getattr(self, option) or known[0 if used else -1]
-            object.__setattr__(self, option, given)
-            if given not in known:
-                raise ValueError(
-                    f"products: {option} must be one of {', '.join(map(repr, known))}; got {given!r}"
-                )
-            if given != known[-1] and not used:
-                raise ValueError(
-                    f"products: {option} is {given!r}, and no gradient that it is of is in 4 bits; "
-                    f"say {max(read[option])}='e2m1', or leave {option} out"
-                )
+        gradients = [f for f in ("grad_input", "grad_weight") if self.formats[f] == "e2m1"]
+        rotated = [f for f in gradients if f == "grad_weight"]
+        for option, known, of in (
+            ("rounding", ROUNDINGS, gradients),
+            ("hadamard", HADAMARDS, rotated),
+        ):
+            object.__setattr__(self, option, _option(option, getattr(self, option), known, of))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -223,6 +215,31 @@ def _refused(short: str, field: str, granularity: str) -> str:
             f"and {short!r} for gradients alone"
         )
     return ""
+
+
+def _option(name: str, given: str, known: tuple[str, ...], read_by: list[str]) -> str:
+    """Returns an option's value: its default if it is empty.
+
+    Args:
+      name: its name.
+      given: what is given.
+      known: what it may be: first the default, last what it is where no product reads it.
+      read_by: the products in 4 bits that read it.
+
+    Raises:
+      ValueError: if it is unknown, or no product reads it.
+    """
+    value = given or known[0 if read_by else -1]
+    if value not in known:
+        raise ValueError(
+            f"products: {name} must be one of {', '.join(map(repr, known))}; got {given!r}"
+        )
+    if value != known[-1] and not read_by:
+        raise ValueError(
+            f"products: {name} is {given!r}, which is of gradients in 4 bits, and there are none "
+            f"that it is of; say grad_weight='e2m1', or leave {name} out"
+        )
+    return value
 
 
 def products(
@@ -354,8 +371,8 @@ def nvfp4(*, rounding: str = "stochastic", hadamard: str = "random") -> Recipe:
 def mxfp4(*, rounding: str = "stochastic", hadamard: str = "random") -> Recipe:
     """Returns the microscaling recipe of 4 bits: e2m1, a power of two for every 32 summed values.
 
-    Otherwise it is as `nvfp4`, and so are its options. No chip's products of this kind are reached
-    from JAX: it is emulated.
+    Weights are quantized along the sums of each product. Otherwise it is as `nvfp4`, and so are its
+    options. It is emulated on every chip: XLA dequantizes such operands itself.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0 (2023).
 

@@ -147,11 +147,11 @@ class BlockProduct(ScaledProduct):
         return copy._replace(values=as_array(copy.values, shape, self.sides.order(of)))
 
     def as_bits(self, copy: Scaled, of: int) -> Scaled:
-        kept = super().as_bits(copy, of)
+        kept: Scaled = super().as_bits(copy, of)
         return kept._replace(scale=to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
 
     def of_bits(self, kept: Scaled, of: int) -> Scaled:
-        copy = super().of_bits(kept, of)
+        copy: Scaled = super().of_bits(kept, of)
         return copy._replace(scale=from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:

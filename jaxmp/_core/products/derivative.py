@@ -58,7 +58,7 @@ def quantize_blocks(x: Any, fmt: Format, block: Sequence[int], *, widened: bool 
 
 
 class Copy(NamedTuple):
-    """An operand in 8 bits.
+    """An operand in 8 bits or 4.
 
     Attributes:
       array: the copy that is multiplied.
@@ -239,7 +239,7 @@ class _Type(NamedTuple):
 def _once(product: Contraction, of: int) -> Callable[..., Any]:
     """Returns the product that computes the gradient of an operand.
 
-    In 8 bits it cannot be differentiated again. The mark of an operand's 8-bit copy shows whether
+    In few bits it cannot be differentiated again. The mark of an operand's 8-bit copy shows whether
     that operand is differentiated.
     """
 
@@ -248,11 +248,13 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
             other = product.of_bits(other[0], 1 - of)
         return product.gradient(of, g, other, sizes)
 
+    few = product.backward(of).bits
+
     def refused(_primals: Any, _tangents: Any) -> Any:
         raise TypeError(
             f"autocast: the second derivative of {product.name}, which multiplies as "
-            f"{product.recipe}: it is a derivative through rounding to 8 bits, which is zero or "
-            "infinite. Differentiate once, or give this part a policy without `matmul`"
+            f"{product.recipe}: it is a derivative through rounding to {few} bits, which is zero "
+            "or infinite. Differentiate once, or give this part a policy without `matmul`"
         )
 
     if not product.backward(of).scaled:

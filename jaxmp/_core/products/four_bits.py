@@ -34,8 +34,9 @@ from jaxmp.recipes import FORMATS, Recipe
 _BLOCKS: Final = {"nv": ((1, 16), (16, 16)), "mx": ((1, 32), (1, 32))}
 _E2M1: Final = FORMATS["e2m1"]
 _E4M3: Final = ALL_FORMATS["e4m3"]
-# The streams of random bits of a gradient that comes in: of its copy for each product.
-_GRAD_INPUT, _GRAD_WEIGHT = range(2)
+# The streams of random bits of the gradient that comes in: for the product that gives the gradient
+# of the input, and for that of the weights.
+_STREAMS: Final = (0, 1)
 
 
 class FourBits(NamedTuple):
@@ -110,11 +111,9 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stream: int | Non
 
 
 def _float32(x: Any) -> Any:
-    """Casts to float32. XLA may not go on with one that was cast to 16 bits: its hash is another's.
-    """
-    if np.dtype(x.dtype).itemsize < 4:
-        info = jnp.finfo(x.dtype)
-        x = lax.reduce_precision(x, info.nexp, info.nmant)
+    """Casts to float32, and rounds bfloat16 again, which XLA may have left out: other bits."""
+    if x.dtype == jnp.bfloat16:  # `lax.reduce_precision` to float16 would drop subnormal numbers
+        x = lax.reduce_precision(x, 8, 7)
     return x.astype(np.float32)
 
 
@@ -218,11 +217,9 @@ class FourBitProduct(ScaledProduct):
         sides, _ = self.sides.gradient(of)
         back = _loaded(other) if isinstance(other, Saved) else self._backward_copy(other, 1 - of)
         left = as_matrices(g, sides, 0)
-        stream = _GRAD_WEIGHT if of == self.weight else _GRAD_INPUT
         if of == self.weight:
             left = _rotated(left, self.recipe)
-        if self.recipe.rounding == "nearest":
-            stream = None
+        stream = _STREAMS[of == self.weight] if self.recipe.rounding == "stochastic" else None
         blocks = self.block(1 - self.weight), self.block(1 - of)
         out = multiply_four(self._quantized(left, blocks[0], stream), back, blocks, self.dtype)
         rows = [g.shape[i] for i in sides.batch[0] + sides.free[0]]

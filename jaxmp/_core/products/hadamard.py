@@ -32,7 +32,7 @@ def rotate(x: Any, signs: tuple[int, ...] | None) -> Any:
     """
     whole = x.shape
     if signs is not None:
-        x = x.reshape(*whole[:-1], -1, SIZE) * np.float32(signs)
+        x = x.reshape(*whole[:-1], -1, SIZE) * np.asarray(signs, np.float32)
     # Each step is the Hadamard matrix of 2 on one of four axes of two.
     x = x.reshape(*whole[:-1], whole[-1] // SIZE, 2, 2, 2, 2)
     for axis in range(-4, 0):
