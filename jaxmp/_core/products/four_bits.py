@@ -169,6 +169,12 @@ def multiply_four(a: FourBits, b: FourBits, blocks: Sequence[Sequence[int]], dty
         return out.astype(dtype)
 
 
+def read_four(x: FourBits, block: Sequence[int]) -> Any:
+    """Returns quantized matrices in float32."""
+    read = dequantize(Scaled(x.values, x.scale), np.float32, (1, *block))
+    return read if x.whole is None else read * x.whole
+
+
 @jax.named_scope(CAST)
 def _in_bfloat16(x: FourBits, block: Sequence[int]) -> Any:
     return dequantize(Scaled(x.values, x.scale), jnp.bfloat16, (1, *block))

@@ -383,7 +383,8 @@ def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
         yield f"  and {len(kinds) - MOST} more kinds"
     left = Counter(p.dtype or "of an unknown dtype" for p in program.products if not p.in_8_bits)
     if left:
-        yield f"  not in 8 bits: {', '.join(f'{count} {dtype}' for dtype, count in left.items())}"
+        others = ", ".join(f"{count} {dtype}" for dtype, count in left.items())
+        yield f"  not in {_few_bits([program])}: {others}"
 
 
 def _kind(product: Multiplied) -> str:

@@ -39,7 +39,7 @@ from jaxmp._core.plan.flops import contraction_flops
 from jaxmp._core.plan.primitives import LOW
 from jaxmp._core.plan.rules import LOW_DTYPES
 from jaxmp._core.products.derivative import quantize
-from jaxmp._core.products.four_bits import quantize_four
+from jaxmp._core.products.four_bits import quantize_four, read_four
 from jaxmp._core.products.scaled import dequantize
 from jaxmp._tools.explain.explanation import Explanation, Row
 from jaxmp._tools.tune.paths import Path, Places, PreparedLoss, ProductFormat, run_placed
@@ -274,8 +274,7 @@ def _in_few_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -
     if granularity == "nv" and axis is not None:
         rows = jnp.moveaxis(x, axis, -1)
         copy = quantize_four(rows.reshape(1, -1, x.shape[axis]), (1, 16), e4m3=True, stream=None)
-        read = dequantize(copy, block=(1, 1, 16)) * copy.whole
-        return jnp.moveaxis(read.reshape(rows.shape), -1, axis)
+        return jnp.moveaxis(read_four(copy, (1, 16)).reshape(rows.shape), -1, axis)
     if size and axis is not None and x.shape[axis] % size == 0:
         split = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
         return dequantize(quantize(x.reshape(split), fmt, (axis + 1,))).reshape(x.shape)
