@@ -104,7 +104,7 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stream: int | Non
     else:
         scale = scale_of(largest(x, sizes), _E2M1)
     x = jnp.clip(x * spread(1 / scale, x.shape, sizes), -_E2M1.largest, _E2M1.largest)
-    values = (x if bits is None else to_e2m1(x, bits)).astype(_E2M1.dtype)
+    values = to_e2m1(x, bits).astype(_E2M1.dtype)
     # As in `quantize_blocks`: XLA would drop the cast.
     values = lax.optimization_barrier(values)
     return FourBits(values, scale.astype(_E4M3.dtype) if e4m3 else scale, whole)

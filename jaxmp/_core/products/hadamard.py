@@ -32,7 +32,12 @@ def rotate(x: Any, signs: tuple[int, ...] | None) -> Any:
     """
     whole = x.shape
     if signs is not None:
-        x = x.reshape(*whole[:-1], -1, SIZE) * np.asarray(signs, np.float32)
+        # Without an array of signs: a constant of a jaxpr, which inner programs may not have.
+        negative = np.uint32(sum(1 << i for i, sign in enumerate(signs) if sign < 0))
+        index = lax.iota(np.uint32, SIZE)
+        flipped = (negative >> index) & np.uint32(1)
+        x = x.reshape(*whole[:-1], -1, SIZE)
+        x = jnp.where(flipped == 1, -x, x)
     # Each step is the Hadamard matrix of 2 on one of four axes of two.
     x = x.reshape(*whole[:-1], whole[-1] // SIZE, 2, 2, 2, 2)
     for axis in range(-4, 0):

@@ -36,21 +36,28 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def to_e2m1(x: Any, bits: Any) -> Any:
-    """Rounds to one of the two neighbors in e2m1, in float32: to each as often as it is near.
+def to_e2m1(x: Any, bits: Any = None) -> Any:
+    """Rounds to a number of e2m1, in float32: to nearest even, or to one of the two neighbors.
+
+    A cast alone is no rounding to nearest even: XLA 0.10 on CPUs rounds to float16 before.
 
     Args:
-      x: float32[…] in [-6, 6]; a number of e2m1 stays what it is.
-      bits: uint32[…], random.
+      x: float32[…] in [-6, 6].
+      bits: uint32[…], random: then it is rounded to each neighbor as often as it is near. A number
+        of e2m1 stays what it is.
 
     Example:
       >>> to_e2m1(np.float32([2.25, 2.25, 3.0]), np.uint32([0, 2**31, 0])).tolist()
       [3.0, 2.0, 3.0]
+      >>> to_e2m1(np.float32([0.25, 0.75, 2.5, 3.5, 5.0])).tolist()
+      [0.0, 1.0, 2.0, 4.0, 4.0]
     """
     size = jnp.abs(x)
-    # 0, .5, 1, 1.5, 2, 3, 4, 6.
+    # 0, .5, 1, 1.5, 2, 3, 4, 6. Of even fraction are the even multiples of the step in each range.
     step = jnp.where(size < 2, np.float32(0.5), jnp.where(size < 4, np.float32(1), np.float32(2)))
     steps = size / step  # by a power of two, so exact
+    if bits is None:
+        return jnp.copysign(jnp.round(steps) * step, x)
     below = jnp.floor(steps)
     # The odd multiples of 2^-24 in (0, 1), exact: so is their comparison with what is cut off.
     uniform = (bits >> 9).astype(np.float32) * np.float32(2**-23) + np.float32(2**-24)
