@@ -345,8 +345,8 @@ def nvfp4(*, rounding: str = "stochastic", hadamard: str = "random") -> Recipe:
     All three products are in 4 bits. Activations and gradients have a scale for 1 x 16, weights for
     16 x 16, so that the weights and their transpose are quantized alike. Inputs and weights are
     rounded to nearest even. The random bits of stochastic rounding are a hash of the values that
-    are rounded: they differ from step to step as these do, there is no key and no state, and what
-    is computed again, resumed or sharded rounds alike.
+    are rounded: they differ from step to step as these do, without a key or state. Gradients that
+    are the same to the bit are rounded alike, whether rematerialized, resumed or sharded.
 
     To leave a part of a model in 16 bits, as is usual for its last blocks, give it a policy without
     `matmul`. To train the last steps with a forward pass in bfloat16, compile a second step with

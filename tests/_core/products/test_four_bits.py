@@ -296,7 +296,8 @@ def in_loops(recipe):
         return jax.value_and_grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))
 
     def layer(x, w):
-        return jnp.tanh(multiply(x, w))
+        # No function whose last bit depends on the program: random bits are of all bits.
+        return jax.nn.relu(multiply(x, w))
 
     def scanned(x, w):
         return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
