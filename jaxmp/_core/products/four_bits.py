@@ -34,9 +34,6 @@ from jaxmp.recipes import FORMATS, Recipe
 _BLOCKS: Final = {"nv": ((1, 16), (16, 16)), "mx": ((1, 32), (1, 32))}
 _E2M1: Final = FORMATS["e2m1"]
 _E4M3: Final = ALL_FORMATS["e4m3"]
-# The streams of random bits of the gradient that comes in: for the product that gives the gradient
-# of the input, and for that of the weights.
-_STREAMS: Final = (0, 1)
 
 
 class FourBits(NamedTuple):
@@ -77,7 +74,7 @@ class _Shape(tuple[int, ...]):
 
 
 @jax.named_scope(CAST)
-def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stream: int | None) -> FourBits:
+def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stochastic: bool) -> FourBits:
     """Rounds matrices to the nearest ones in 4 bits, or stochastically.
 
     The scales of stochastic rounding are rounded up: no value is beyond the largest, and the mean
@@ -89,10 +86,10 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stream: int | Non
       block: the rows and sums that share a scale.
       e4m3: whether that is e4m3 and all of `x` shares another, which brings the largest magnitude
         to that of the two formats; or a power of two.
-      stream: the stream of random bits; None for rounding to nearest even.
+      stochastic: whether values are rounded stochastically; else to nearest even.
     """
     x, sizes, whole = _float32(x), (1, *block), None
-    bits = None if stream is None else random_bits(x, stream)
+    bits = random_bits(x) if stochastic else None
     if e4m3:
         # Products with inverses: XLA makes one of a division in some programs.
         amax = largest(x, x.shape).reshape(())
@@ -100,12 +97,12 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stream: int | Non
         whole = jnp.maximum(amax * most, np.finfo(np.float32).tiny)
         whole = jnp.where(jnp.isfinite(amax), whole, np.float32(np.nan))
         x = x * (1 / whole)
-        scale = _to_e4m3(largest(x, sizes) * np.float32(1 / _E2M1.largest), up=bits is not None)
+        scale = _to_e4m3(largest(x, sizes) * np.float32(1 / _E2M1.largest), up=stochastic)
     else:
         scale = scale_of(largest(x, sizes), _E2M1)
     x = jnp.clip(x * spread(1 / scale, x.shape, sizes), -_E2M1.largest, _E2M1.largest)
     values = to_e2m1(x, bits).astype(_E2M1.dtype)
-    # As in `quantize_blocks`: XLA would drop the cast.
+    # As in `quantize_blocks`: else XLA drops the cast, and what is gathered is in more bits.
     values = lax.optimization_barrier(values)
     return FourBits(values, scale.astype(_E4M3.dtype) if e4m3 else scale, whole)
 
@@ -225,9 +222,11 @@ class FourBitProduct(ScaledProduct):
         left = as_matrices(g, sides, 0)
         if of == self.weight:
             left = _rotated(left, self.recipe)
-        stream = _STREAMS[of == self.weight] if self.recipe.rounding == "stochastic" else None
+        stochastic = self.recipe.rounding == "stochastic"
         blocks = self.block(1 - self.weight), self.block(1 - of)
-        out = multiply_four(self._quantized(left, blocks[0], stream), back, blocks, self.dtype)
+        out = multiply_four(
+            self._quantized(left, blocks[0], stochastic=stochastic), back, blocks, self.dtype
+        )
         rows = [g.shape[i] for i in sides.batch[0] + sides.free[0]]
         summed = [other.shape[i] for i in self.sides.contracted[1 - of]]
         return as_array(out, rows + summed, self.sides.order(of))
@@ -239,8 +238,9 @@ class FourBitProduct(ScaledProduct):
             x = _rotated(x, self.recipe)
         return self._quantized(x, self.block(of))
 
-    def _quantized(self, x: Any, block: Sequence[int], stream: int | None = None) -> FourBits:
-        return quantize_four(x, block, e4m3=self.recipe.granularity == "nv", stream=stream)
+    def _quantized(self, x: Any, block: Sequence[int], *, stochastic: bool = False) -> FourBits:
+        e4m3 = self.recipe.granularity == "nv"
+        return quantize_four(x, block, e4m3=e4m3, stochastic=stochastic)
 
 
 @jax.named_scope(CAST)

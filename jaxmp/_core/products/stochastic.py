@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 
-def random_bits(x: Any, stream: int) -> Any:
+def random_bits(x: Any) -> Any:
     """Returns uint32 bits for every element of an array: a hash of it, its position, and all of it.
 
     All of it is a sum of hashes modulo 2^32, which no order of summing changes: so an array that is
@@ -18,10 +18,9 @@ def random_bits(x: Any, stream: int) -> Any:
 
     Args:
       x: float32[…].
-      stream: a number; every reader of one array has its own.
     """
     values = _mixed(lax.bitcast_convert_type(x, np.uint32))
-    whole = jnp.sum(values, dtype=np.uint32) + np.uint32(stream)
+    whole = jnp.sum(values, dtype=np.uint32)
     position: Any = np.uint32(0)
     for axis, size in enumerate(x.shape):
         index = lax.broadcasted_iota(np.uint32, x.shape, axis)

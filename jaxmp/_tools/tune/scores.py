@@ -273,7 +273,8 @@ def _in_few_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -
     axis = summed[-1] if summed else None
     if granularity == "nv" and axis is not None:
         rows = jnp.moveaxis(x, axis, -1)
-        copy = quantize_four(rows.reshape(1, -1, x.shape[axis]), (1, 16), e4m3=True, stream=None)
+        matrix = rows.reshape(1, -1, x.shape[axis])
+        copy = quantize_four(matrix, (1, 16), e4m3=True, stochastic=False)
         return jnp.moveaxis(read_four(copy, (1, 16)).reshape(rows.shape), -1, axis)
     if size and axis is not None and x.shape[axis] % size == 0:
         split = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])

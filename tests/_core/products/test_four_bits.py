@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from recipe_kit import DENSE, all_three, family, operands, product, wanted
+from recipe_kit import DENSE, all_three, family, operands, planned, product, wanted
 
 from jaxmp._core.products import four_bits
 from jaxmp._core.products.four_bits import quantize_four, read_four
@@ -158,9 +158,9 @@ def test_values_and_scales(granularity):
     x[1, :, 17] *= 1e3
     for scale in (1, 1e-30, 3e-38, 1e-44, 2e38 / np.abs(x).max(), 0):
         for size in SIZES[granularity]:
-            got = jax.jit(
-                lambda x, size=size: quantize_four(x, size, e4m3=granularity == "nv", stream=None)
-            )(x * F32(scale))
+            e4m3 = granularity == "nv"
+            nearest = functools.partial(quantize_four, block=size, e4m3=e4m3, stochastic=False)
+            got = jax.jit(nearest)(x * F32(scale))
             flushed = np.where(np.abs(x * F32(scale)) < TINY, F32(0), x * F32(scale))
             whole, scales, v = in_blocks(flushed, size, granularity)
             np.testing.assert_array_equal(got.scale.astype(F32), scales[:, :, 0, :, 0])
@@ -173,7 +173,7 @@ def test_values_and_scales(granularity):
 def test_stochastic_values_are_neighbors_of_what_no_scale_cuts_off(granularity):
     x = np.random.default_rng(0).standard_t(2, (2, 48, 64)).astype(F32)
     size = SIZES[granularity][0]
-    got = quantize_four(x, size, e4m3=granularity == "nv", stream=0)
+    got = quantize_four(x, size, e4m3=granularity == "nv", stochastic=True)
     _, scales, v = in_blocks(x, size, granularity, up=True)
     np.testing.assert_array_equal(got.scale.astype(F32), scales[:, :, 0, :, 0])
     mine, v = split(np.asarray(got.values).astype(F32), size), np.abs(v)
@@ -202,7 +202,7 @@ def test_relative_errors_of_a_product(name):
     @jax.jit
     def products(x, w):
         def read(v, size, e4m3):
-            return read_four(quantize_four(v[None], size, e4m3=e4m3, stream=None), size)[0]
+            return read_four(quantize_four(v[None], size, e4m3=e4m3, stochastic=False), size)[0]
 
         return [read(x, (1, size[1]), e4m3) @ read(w, size, e4m3).T for size, e4m3 in kinds]
 
@@ -253,6 +253,23 @@ def test_the_backward_pass_keeps_4_bits_and_scales_only(recipe):
     }
     four = [("uint8", (1, 256, 16)), ("uint8", (1, 256, 32))]  # two to a byte
     assert kept == sorted(four + scales[recipe])
+
+
+def test_copies_are_made_once_and_only_for_products_that_read_them():
+    """Square blocks of a weight serve the backward pass as they are."""
+    for recipe, copies in (
+        ("nvfp4", (2, 1)),
+        ("mxfp4", (2, 2)),
+        ("e2m1:bf16:e2m1@nv", (2, 1)),
+        ("e2m1:e2m1:bf16@mx", (1, 2)),
+        ("e2m1:bf16:bf16@mx", (1, 1)),
+        ("bf16:e2m1:e2m1@nv", (0, 0)),
+    ):
+        made = planned(parse_recipe(recipe), DENSE, (2, 2), jnp.bfloat16)
+        for of, count in enumerate(copies):
+            traced = jax.make_jaxpr(lambda x, of=of, made=made: made.quantize(x, of))
+            text = str(traced(jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)))
+            assert text.count("optimization_barrier") == count, (recipe, of)
 
 
 def test_each_product_multiplies_in_its_own_format():

@@ -194,3 +194,21 @@ def test_an_overflow_is_seen_by_the_loss_scaler():
     grads = jax.jit(jax.grad(lambda p: jaxmp.loss_scaling.scale_loss(fast(p, TOKENS), state)))(p)
     _, state = tx.update(grads, state, p)
     assert int(state.skipped_count) == 1
+
+
+def test_layers_of_one_input_have_copies_of_their_own():
+    """The two recipes' formats are the same, and their blocks are not."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            q, k = nn.Dense(32, name="q")(x), nn.Dense(32, name="k")(x)
+            return q, k, nn.Dense(32, name="out")(q * k)
+
+    x = np.float32(np.random.default_rng(0).standard_t(2, (32, 64)))
+    variables = Model().init(jax.random.key(0), x)
+    split = jaxmp.PolicyMap({"k": policy("mxfp4")}, default=policy("nvfp4"))
+    q, k, _ = jaxmp.wrap(Model(), split).apply(variables, x)
+    for recipe, mine, of in (("nvfp4", q, 0), ("mxfp4", k, 1)):
+        whole = jaxmp.wrap(Model(), policy(recipe)).apply(variables, x)[of]
+        np.testing.assert_array_equal(mine, whole)
