@@ -78,8 +78,8 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stochastic: bool)
     """Rounds matrices to the nearest ones in 4 bits, or stochastically.
 
     The scales of stochastic rounding are rounded up: no value is beyond the largest, and the mean
-    is the value. An infinity or NaN makes the scale NaN that it shares, and all of the product with
-    an e4m3 scale: a loss scaler detects that, where e2m1 itself has neither.
+    is the value. An infinity or NaN makes the products of its block NaN, with e4m3 those of all
+    blocks: e2m1 has neither, and a loss scaler detects it.
 
     Args:
       x: a floating array, [batch, rows, sums].
@@ -95,7 +95,6 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stochastic: bool)
         amax = largest(x, x.shape).reshape(())
         most = np.float32(1 / (_E4M3.largest * _E2M1.largest))
         whole = jnp.maximum(amax * most, np.finfo(np.float32).tiny)
-        whole = jnp.where(jnp.isfinite(amax), whole, np.float32(np.nan))
         x = x * (1 / whole)
         scale = _to_e4m3(largest(x, sizes) * np.float32(1 / _E2M1.largest), up=stochastic)
     else:

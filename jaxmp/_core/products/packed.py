@@ -18,7 +18,6 @@ from jaxmp._core.products.scaled import block_sizes
 # bits: e2m1 in uint8 is OCP's, int4 in int32, with 8 added, compressed-tensors'.
 PACKED: Final = {"uint8": 2, "int32": 8}
 _OFFSET: Final = np.uint8(8)
-_SIGN: Final = np.uint8(8)
 
 
 def unpack(values: Any) -> jax.Array:
@@ -48,11 +47,10 @@ def pack(values: jax.Array) -> jax.Array:
     """
     if values.dtype == jnp.float4_e2m1fn:
         # Not by casts of bits, which XLA 0.10 on CPUs fails to compile in some programs.
-        size = jnp.abs(values.astype(np.float32))
+        x = values.astype(np.float32)
+        size = jnp.abs(x)
         code = jnp.where(size < 2, 2 * size, jnp.where(size < 4, size + 2, size / 2 + 4))
-        code = code.astype(np.uint8) + _SIGN * jnp.signbit(values.astype(np.float32)).astype(
-            np.uint8
-        )
+        code = (code + 8 * jnp.signbit(x)).astype(np.uint8)
         return code[..., ::2] + code[..., 1::2] * np.uint8(16)
     each = lax.bitcast_convert_type(values, jnp.uint4) ^ jnp.uint4(_OFFSET)
     split = each.reshape(*values.shape[:-1], values.shape[-1] // PACKED["int32"], PACKED["int32"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -23,6 +24,15 @@ def test_a_number_of_the_format_stays():
         got = to_e2m1(BOTH, np.full(BOTH.shape, bits, np.uint32))
         np.testing.assert_array_equal(got, BOTH)
         np.testing.assert_array_equal(np.signbit(got), np.signbit(BOTH))
+
+
+def test_without_bits_it_is_to_nearest_even():
+    between = (BOTH[1:] + BOTH[:-1]) / 2
+    x = np.concatenate(
+        [between, between * np.float32(1 + 2**-22), between * np.float32(1 - 2**-22)]
+    )
+    want = x.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(to_e2m1(x), want)
 
 
 def test_the_two_neighbors_as_often_as_they_are_near():
@@ -106,3 +116,14 @@ def test_bits_of_sharded_and_of_mapped_arrays():
     mapped = np.asarray(jax.jit(jax.vmap(lambda x: random_bits(x)))(stacked))
     np.testing.assert_array_equal(mapped[0], want)
     np.testing.assert_array_equal(mapped[1], bits_of(2 * X))
+
+
+def test_what_is_rounded_is_what_bfloat16_has():
+    """Without that, XLA goes on with the float32 before the cast, whose bits are others."""
+
+    def rounded(x):
+        return quantize_four(x, (1, 16), e4m3=True, stochastic=True).values.astype(jnp.float32)
+
+    low = X.astype(ml_dtypes.bfloat16)
+    together = jax.jit(lambda x: rounded(jnp.tanh(x)))(low)
+    np.testing.assert_array_equal(together, jax.jit(rounded)(jax.jit(jnp.tanh)(low)))
