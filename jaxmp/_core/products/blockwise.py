@@ -90,11 +90,7 @@ def multiply_blocks(a: Scaled, b: Scaled, blocks: tuple[Blocks, Blocks], dtype: 
         down, across = (
             lax.bitcast_convert_type(to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
         )
-        out = scaled_matmul(sums)(left, right, down, across)
-        # JAX loses the mesh axes over which it varies.
-        varying = {axis for x in (*a, *b) for axis in varying_axes(jax.typeof(x))}
-        missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
-        return lax.pcast(out, missing, to="varying") if missing else out
+        return scaled_matmul(left, right, down, across, sums)
 
     if all(k.e8m0 for k in blocks) and chip_for().multiplies("mx"):
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
@@ -103,8 +99,18 @@ def multiply_blocks(a: Scaled, b: Scaled, blocks: tuple[Blocks, Blocks], dtype: 
     return out.astype(dtype)
 
 
+def scaled_matmul(left: Any, right: Any, down: Any, across: Any, dtype: Any) -> Any:
+    """Returns `jax.nn.scaled_matmul` of matrices and their scales, under any transformation."""
+    operands = left, right, down, across
+    out = _scaled_matmul(dtype)(*operands)
+    # JAX loses the mesh axes over which it varies.
+    varying = {axis for x in operands for axis in varying_axes(jax.typeof(x))}
+    missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
+    return lax.pcast(out, missing, to="varying") if missing else out
+
+
 @functools.lru_cache
-def scaled_matmul(dtype: Any) -> Callable[..., Any]:
+def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
     """Returns `jax.nn.scaled_matmul`, which JAX 0.10 batches only if all operands have the axis."""
 
     @jax.custom_batching.custom_vmap

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._core.jaxprs.attributes import varying_axes
 from jaxmp._core.jaxprs.scopes import CAST, EMULATED
 from jaxmp._core.products.blockwise import as_array, as_matrices, from_bits, scaled_matmul, to_bits
 from jaxmp._core.products.derivative import Pair
-from jaxmp._core.products.hadamard import SIGNS, SIZE, rotate
+from jaxmp._core.products.hadamard import SIGNS, rotate
 from jaxmp._core.products.packed import pack, unpack
 from jaxmp._core.products.product import ScaledProduct
 from jaxmp._core.products.scaled import EXPONENT_BITS, Scaled, dequantize, largest, scale_of, spread
@@ -149,11 +148,7 @@ def multiply_four(a: FourBits, b: FourBits, blocks: Sequence[Sequence[int]], dty
             spread(x.scale, (*x.values.shape[:2], x.scale.shape[2]), (1, k[0], 1))
             for x, k in zip((a, b), blocks, strict=True)
         )
-        out = scaled_matmul(np.dtype(np.float32))(a.values, b.values, left, right)
-        # JAX loses the mesh axes over which it varies.
-        varying = {axis for x in (*a, *b) for axis in varying_axes(jax.typeof(x))}
-        missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
-        return lax.pcast(out, missing, to="varying") if missing else out
+        return scaled_matmul(a.values, b.values, left, right, np.dtype(np.float32))
 
     if a.whole is not None and chip_for().multiplies("nvfp4"):
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
@@ -245,8 +240,7 @@ class FourBitProduct(ScaledProduct):
 @jax.named_scope(CAST)
 def _rotated(x: Any, recipe: Recipe) -> Any:
     """Returns matrices rotated along their sums, the tokens, as a recipe says."""
-    # Nothing else that multiplies them would be: `by_recipe` takes no other sizes.
-    if recipe.hadamard == "none" or x.shape[-1] % SIZE:
+    if recipe.hadamard == "none":
         return x
     return rotate(_float32(x), SIGNS if recipe.hadamard == "random" else None)
 
