@@ -1,4 +1,4 @@
-"""Trains one model under every recipe, and compares what is held out: is 8 bits as good?
+"""Trains one model under every recipe, and compares what is held out: are 8 or 4 bits as good?
 
     nice python benchmarks/convergence.py --out convergence.json      # half an hour on two cores
     nice python benchmarks/convergence.py --out convergence.json --tasks digits
@@ -8,9 +8,9 @@ Two tasks: the byte-level transformer of `examples/train_lm.py` at its *small* s
 text of Python's standard library; and a perceptron (64-128-128-10) on scikit-learn's digits. Each
 recipe trains every seed from the float32 run's initialization on its batches, in the same order.
 Every size is a multiple of 16, in training and in evaluation, or products would silently stay in 16
-bits; the table says how many were multiplied in 8: `planned`, of those in the loss function, by
+bits; the table says how many were multiplied in fewer: `planned`, of those in the loss function, by
 `jaxmp.explain`; `multiplied`, of the whole step, by the dtypes in its jaxpr. What a TPU or a GPU
-multiplies in 8 bits, the CPU computes from the same quantized values, widened.
+multiplies in 8 or 4 bits, the CPU computes from the same quantized values, widened.
 
 How to read the differences:
 
@@ -92,6 +92,15 @@ RECIPES = {
     "bf16 forward, float32 gradients": "mixed_bfloat16,matmul=bf16:f32:f32",
     "mxfp8": "mixed_bfloat16,matmul=mxfp8",
     "blockwise_float8": "mixed_bfloat16,matmul=blockwise_float8",
+    "nvfp4": "mixed_bfloat16,matmul=nvfp4",
+    "nvfp4, plain Hadamard": "mixed_bfloat16,matmul=nvfp4+plain_hadamard",
+    "nvfp4, nearest": "mixed_bfloat16,matmul=nvfp4+nearest",
+    "nvfp4, bf16 forward": "mixed_bfloat16,matmul=bf16:e2m1:e2m1@nv",
+    "mxfp4": "mixed_bfloat16,matmul=mxfp4",
+    "mxfp4, plain Hadamard": "mixed_bfloat16,matmul=mxfp4+plain_hadamard",
+    "nvfp4, fine-tuned with bf16 forward": Stages(
+        "mixed_bfloat16,matmul=nvfp4", "mixed_bfloat16,matmul=bf16:e2m1:e2m1@nv"
+    ),
     # The weights served in few bits: rounded after training, fine-tuned for them, trained for them.
     "bfloat16, fine-tuned": Stages("mixed_bfloat16", "mixed_bfloat16"),
     **{
@@ -110,7 +119,7 @@ RECIPES = {
     },
 }
 TARGET = 0.005  # the most that a recipe's loss may be from float32's
-EIGHT_BITS = ("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "int8")
+FEW_BITS = ("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "int8", "float4_e2m1fn")
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -256,8 +265,8 @@ def products(
     meant = sum(r.count for r in rows if f", {recipe}" in r.reason)
     planned = f"{meant} of {sum(r.count for r in rows)}" if recipe else "-"
     counts = aot.contraction_counts(jax.value_and_grad(loss_fn), params, batch)
-    eight = sum(n for dtypes, n in counts.items() if set(dtypes.split("*")) & set(EIGHT_BITS))
-    if recipe and not meant and not eight:
+    few = sum(n for dtypes, n in counts.items() if set(dtypes.split("*")) & set(FEW_BITS))
+    if recipe and not meant and not few:
         raise ValueError(f"convergence: no product of the model multiplies as {recipe}")
     return planned, ", ".join(f"{n} {dtype}" for dtype, n in counts.most_common())
 

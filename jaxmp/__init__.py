@@ -94,7 +94,7 @@ _MOVED = {
     "jaxmp.losses": "linear_cross_entropy",
     "jaxmp.numerics": "capture monitor read_monitor",
     "jaxmp.quantized": "QuantizedArray",
-    "jaxmp.recipes": "Recipe float8 int8 mxfp8 products",
+    "jaxmp.recipes": "Recipe float8 int8 mxfp4 mxfp8 nvfp4 products",
     "jaxmp.tree": "all_finite cast_floating stochastic_round",
 }
 _RENAMED = {

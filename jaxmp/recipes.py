@@ -30,7 +30,9 @@ __all__ = [
     "check_goes_with",
     "float8",
     "int8",
+    "mxfp4",
     "mxfp8",
+    "nvfp4",
     "parse_matmul",
     "parse_recipe",
     "products",
@@ -42,7 +44,7 @@ __all__ = [
 _FLOAT8 = ("e4m3", "e5m2", "e4m3b11", "e4m3fnuz", "e5m2fnuz")
 FORMATS: Final = {
     "float8": Format("float8_e4m3fn", "float8", ("fp8", "f8")),
-    **{s: ALL_FORMATS[s] for s in (*_FLOAT8, "int8", "bf16", "f16", "f32")},
+    **{s: ALL_FORMATS[s] for s in (*_FLOAT8, "int8", "e2m1", "bf16", "f16", "f32")},
     "e4m3": Format("float8_e4m3fn", "e4m3", ("e4m3fn", "float8_e4m3")),
 }
 # What the weights multiply a gradient of a format with, where they are in 16 bits forward.
@@ -62,7 +64,12 @@ GRANULARITIES: Final = {
     "row": "what is multiplied with one row or column of the other",
     "block": "1 x 128 of activations and gradients, 128 x 128 of weights",
     "mx": "32 along what is summed; the scale is a power of two",
+    "nv": "1 x 16 of activations and gradients, 16 x 16 of weights; all of it shares another",
 }
+# Of gradients in 4 bits, how they are rounded; of the two operands of a weight gradient in 4 bits,
+# the Hadamard transform. The first is the default; formats of more bits have the last.
+ROUNDINGS: Final = ("stochastic", "nearest")
+HADAMARDS: Final = ("random", "plain", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +82,12 @@ class Recipe:
         of the gradient that comes in, and the weights are multiplied as they were forward.
       grad_weight: of the product that gives the gradient of the weights; likewise.
       granularity: what shares a scale: a key of `GRANULARITIES`.
+      rounding: of the gradient that comes in, in 4 bits: one of `ROUNDINGS`. Empty for the default.
+      hadamard: of the operands of the product that gives the gradient of the weights, in 4 bits:
+        one of `HADAMARDS`. Empty for the default.
 
     Raises:
-      ValueError: if a format or granularity is unknown, or the two do not go together.
+      ValueError: if a format, granularity or option is unknown, or they do not go together.
 
     Example:
       >>> recipe = Recipe("e4m3", "e5m2", "bf16", granularity="row")
@@ -89,6 +99,8 @@ class Recipe:
     grad_input: str
     grad_weight: str
     granularity: str = "tensor"
+    rounding: str = ""
+    hadamard: str = ""
 
     def __post_init__(self) -> None:
         for field in ("forward", "grad_input", "grad_weight"):
@@ -111,6 +123,13 @@ class Recipe:
                     f"products: {field} is {short!r} and forward {self.forward!r}, and nothing "
                     f"multiplies the two; say {field}={self.forward!r} or 'bf16'"
                 )
+        gradients = [f for f in ("grad_input", "grad_weight") if self.formats[f] == "e2m1"]
+        rotated = [f for f in gradients if f == "grad_weight"]
+        for option, known, of in (
+            ("rounding", ROUNDINGS, gradients),
+            ("hadamard", HADAMARDS, rotated),
+        ):
+            object.__setattr__(self, option, _option(option, getattr(self, option), known, of))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -122,7 +141,7 @@ class Recipe:
         }
 
     def operand_of(self, gradient: str) -> str:
-        """Returns the format that an 8-bit gradient is multiplied with: a key of `FORMATS`.
+        """Returns the format that a gradient of few bits is multiplied with: a key of `FORMATS`.
 
         Example:
           >>> Recipe("bf16", "e5m2", "e5m2").operand_of("e5m2")
@@ -147,19 +166,39 @@ class Recipe:
 
     @property
     def quantizes(self) -> bool:
-        """Whether any product multiplies 8-bit operands."""
+        """Whether any product multiplies operands of 8 bits or 4."""
         return any(FORMATS[short].scaled for short in self.formats.values())
 
     def __str__(self) -> str:
-        if self in _NAMES:
-            return _NAMES[self]
+        usual = dataclasses.replace(self, rounding="", hadamard="")
         formats = list(self.formats.values())
         text = formats[0] if len(set(formats)) == 1 else ":".join(formats)
-        return text if self.granularity == "tensor" else f"{text}@{self.granularity}"
+        text = text if self.granularity == "tensor" else f"{text}@{self.granularity}"
+        options = [
+            word
+            for word, (field, value) in _OPTIONS.items()
+            if getattr(self, field) == value != getattr(usual, field)
+        ]
+        return "+".join([_NAMES.get(usual, text), *options])
+
+
+# The options of a recipe in its string, `nvfp4+nearest`: field and value.
+_OPTIONS: Final = {
+    "nearest": ("rounding", "nearest"),
+    "plain_hadamard": ("hadamard", "plain"),
+    "no_hadamard": ("hadamard", "none"),
+}
 
 
 def _refused(short: str, field: str, granularity: str) -> str:
     """Returns the reason why a format does not go with a granularity, or ''."""
+    if short == "e2m1" and granularity not in ("nv", "mx"):
+        return (
+            f"with granularity {granularity!r}: 4 bits need a scale for every few values; use "
+            "granularity='nv' or 'mx'"
+        )
+    if short in (*_FLOAT8, "float8") and granularity == "nv":
+        return "with granularity 'nv', which is of 'e2m1' alone; use granularity='mx'"
     if short == "int8" and granularity != "row":
         return (
             f"with granularity {granularity!r}: what one scale covers spans too much for 8 "
@@ -178,41 +217,74 @@ def _refused(short: str, field: str, granularity: str) -> str:
     return ""
 
 
+def _option(name: str, given: str, known: tuple[str, ...], read_by: list[str]) -> str:
+    """Returns an option's value: its default if it is empty.
+
+    Args:
+      name: its name.
+      given: what is given.
+      known: what it may be: first the default, last what it is where no product reads it.
+      read_by: the products in 4 bits that read it.
+
+    Raises:
+      ValueError: if it is unknown, or no product reads it.
+    """
+    value = given or known[0 if read_by else -1]
+    if value not in known:
+        raise ValueError(
+            f"products: {name} must be one of {', '.join(map(repr, known))}; got {given!r}"
+        )
+    if value != known[-1] and not read_by:
+        raise ValueError(
+            f"products: {name} is {given!r}, which is of gradients in 4 bits, and there are none "
+            f"that it is of; say grad_weight='e2m1', or leave {name} out"
+        )
+    return value
+
+
 def products(
     forward: str = "float8",
     grad_input: str | None = None,
     grad_weight: str | None = None,
     *,
     granularity: str = "tensor",
+    rounding: str = "",
+    hadamard: str = "",
 ) -> Recipe:
     """Returns a recipe: the format of each of a layer's three products.
 
     Args:
       forward: ``"float8"``, that of the chip; ``"e4m3"``, ``"e4m3b11"`` (TPU v5e, v5p and v6e),
-        ``"e4m3fnuz"`` (AMD MI300), ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name
-        of it.
+        ``"e4m3fnuz"`` (AMD MI300), ``"int8"``, ``"e2m1"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or
+        NumPy's name of it.
       grad_input: the format of the product that gives the gradient of the input; `forward` if None.
         Here ``"e5m2"`` may stand as well, with ``"e4m3fnuz"`` it is ``"e5m2fnuz"``.
       grad_weight: the format of the product that gives the gradient of the weights; `grad_input` if
         None.
       granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"block"`` (1 x 128 of
-        activations, 128 x 128 of weights) or ``"mx"`` (32, with scales that are powers of two).
+        activations, 128 x 128 of weights), ``"mx"`` (32, with scales that are powers of two) or
+        ``"nv"`` (1 x 16 of activations, 16 x 16 of weights, and all of it; of e2m1).
+      rounding: of gradients in e2m1: ``"stochastic"`` or ``"nearest"``; see `nvfp4`.
+      hadamard: of the operands of a weight gradient in e2m1: ``"random"``, ``"plain"`` or
+        ``"none"``; see `nvfp4`.
 
     Returns:
       A `Recipe`.
 
     Raises:
-      ValueError: if a format or granularity is unknown, or they do not go together.
+      ValueError: if a format, granularity or option is unknown, or they do not go together.
 
     Example:
       >>> str(products("e4m3", "e5m2"))
       'e4m3:e5m2:e5m2'
+      >>> str(products("bf16", "e2m1", granularity="nv"))
+      'bf16:e2m1:e2m1@nv'
       >>> str(products("f32", "bf16"))
       'f32:bf16:bf16'
     """
     grad_input = forward if grad_input is None else grad_input
     grad_weight = grad_input if grad_weight is None else grad_weight
-    return Recipe(forward, grad_input, grad_weight, granularity)
+    return Recipe(forward, grad_input, grad_weight, granularity, rounding, hadamard)
 
 
 def float8(gradient: str = "float8", *, granularity: str = "tensor") -> Recipe:
@@ -267,10 +339,56 @@ def blockwise_float8() -> Recipe:
     return products("e4m3", granularity="block")
 
 
+def nvfp4(*, rounding: str = "stochastic", hadamard: str = "random") -> Recipe:
+    """Returns NVIDIA's recipe of 4 bits: e2m1, with an e4m3 scale for 16 values, and one for all.
+
+    All three products are in 4 bits. Activations and gradients have a scale for 1 x 16, weights for
+    16 x 16, so that the weights and their transpose are quantized alike. Inputs and weights are
+    rounded to nearest even. The random bits of stochastic rounding are a hash of the values that
+    are rounded: they differ from step to step as these do, without a key or state. Gradients that
+    are the same to the bit are rounded alike, whether rematerialized, resumed or sharded.
+
+    To leave a part of a model in 16 bits, as is usual for its last blocks, give it a policy without
+    `matmul`. To train the last steps with a forward pass in bfloat16, compile a second step with
+    ``products("bf16", "e2m1", granularity="nv")``.
+
+    Args:
+      rounding: of the gradients that come in: ``"stochastic"``, which is unbiased, or
+        ``"nearest"``.
+      hadamard: what rotates both operands of the product that gives the gradient of the weights, 16
+        tokens at a time, which spreads outliers: ``"random"``, a Hadamard transform with NVIDIA's
+        16 random signs, ``"plain"``, one without, or ``"none"``.
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025), arXiv 2509.25149.
+
+    Example:
+      >>> str(nvfp4()), str(nvfp4(rounding="nearest", hadamard="plain"))
+      ('nvfp4', 'nvfp4+nearest+plain_hadamard')
+    """
+    return products("e2m1", granularity="nv", rounding=rounding, hadamard=hadamard)
+
+
+def mxfp4(*, rounding: str = "stochastic", hadamard: str = "random") -> Recipe:
+    """Returns the microscaling recipe of 4 bits: e2m1, a power of two for every 32 summed values.
+
+    Weights are quantized along the sums of each product. Otherwise it is as `nvfp4`, and so are its
+    options. It is emulated on every chip: XLA dequantizes such operands itself.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0 (2023).
+
+    Example:
+      >>> str(mxfp4(hadamard="none"))
+      'mxfp4+no_hadamard'
+    """
+    return products("e2m1", granularity="mx", rounding=rounding, hadamard=hadamard)
+
+
 _NAMES: Final = {
     float8(): "float8",
     int8(): "int8",
     mxfp8(): "mxfp8",
+    mxfp4(): "mxfp4",
+    nvfp4(): "nvfp4",
     blockwise_float8(): "blockwise_float8",
 }
 _NAMED: Final = {name: recipe for recipe, name in _NAMES.items()}
@@ -279,16 +397,29 @@ _NAMED: Final = {name: recipe for recipe, name in _NAMES.items()}
 def parse_recipe(text: str) -> Recipe:
     """Returns the recipe of a string: a name, or ``e4m3:e5m2:bf16@row``, the formats in order.
 
+    Options follow: ``nvfp4+nearest``, ``+plain_hadamard``, ``+no_hadamard``.
+
     Raises:
       ValueError: if it names nothing known, or cannot be read.
 
     Example:
-      >>> parse_recipe("e4m3:e5m2:bf16@row")
-      Recipe(forward='e4m3', grad_input='e5m2', grad_weight='bf16', granularity='row')
+      >>> parse_recipe("e4m3:e5m2:bf16@row") == products("e4m3", "e5m2", "bf16", granularity="row")
+      True
     """
-    name = plain_name(text.strip())
+    name, *words = plain_name(text.strip()).split("+")
+    options = {}
+    for word in words:
+        if word not in _OPTIONS:
+            raise ValueError(
+                f"products: {shown(text)} has the option {word!r}{did_you_mean(word, _OPTIONS)}; "
+                f"the options are {', '.join(_OPTIONS)}"
+            )
+        field, value = _OPTIONS[word]
+        if field in options:
+            raise ValueError(f"products: {shown(text)} says {field} twice: say it once")
+        options[field] = value
     if name in _NAMED:
-        return _NAMED[name]
+        return dataclasses.replace(_NAMED[name], **options)
     formats, _, granularity = name.partition("@")
     parts = formats.replace("/", ":").split(":")
     if len(parts) > 3:
@@ -303,7 +434,7 @@ def parse_recipe(text: str) -> Recipe:
             f"products: {shown(text)} names no recipe{did_you_mean(name, known)}; the names are "
             f"{', '.join(_NAMED)}, and 'e4m3:e5m2:e5m2@row' spells one out"
         )
-    return products(*parts, granularity=granularity or "tensor")
+    return products(*parts, granularity=granularity or "tensor", **options)
 
 
 # A policy's `matmul` instead of a recipe: the one that the chip multiplies fast.

@@ -76,7 +76,7 @@ def assert_products_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[...
             products = [op for op in products if not (op.skipped and op.skipped.intended)]
             if not products:
                 why = report.quantized().summary()
-                raise PrecisionError(f"assert_products_in: no matmul is for 8 bits:\n{why}")
+                raise PrecisionError(f"assert_products_in: no matmul is for {name}:\n{why}")
         if not products:
             raise PrecisionError("assert_products_in: there is no matmul or convolution.")
         dtypes = [(op.source, op.emulates or op.dtype) for op in products]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxmp._core.products.blockwise import BLOCKS, BlockProduct
+from jaxmp._core.decide.by_recipe import kind_of
 from jaxmp._core.products.derivative import contract
-from jaxmp._core.products.product import ScaledProduct, Sides
+from jaxmp._core.products.product import Sides
 from jaxmp.recipes import FORMATS
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -61,9 +61,8 @@ FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades
 
 
 def planned(recipe, dims, ranks, dtype, weight=1):
-    kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
     sides = Sides.of(dims, *ranks)
-    return kind(recipe=recipe, sides=sides, dtype=np.dtype(dtype), weight=weight)
+    return kind_of(recipe)(recipe=recipe, sides=sides, dtype=np.dtype(dtype), weight=weight)
 
 
 @functools.cache

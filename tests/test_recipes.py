@@ -17,7 +17,9 @@ from jaxmp.recipes import (
     blockwise_float8,
     float8,
     int8,
+    mxfp4,
     mxfp8,
+    nvfp4,
     parse_recipe,
     products,
 )
@@ -58,7 +60,7 @@ def test_formats_go_with_the_compute_dtype():
             forward = FORMATS[recipe.forward].scaled or recipe.forward == compute
             low = compute != "f32" and sixteen <= {compute}
             assert goes_with(recipe, compute) == (
-                forward and (low or (compute == "f32" and 8 not in kinds))
+                forward and (low or (compute == "f32" and kinds.isdisjoint({4, 8})))
             )
 
 
@@ -87,6 +89,16 @@ def test_names():
         (int8(), "int8"),
         (mxfp8(), "mxfp8"),
         (blockwise_float8(), "blockwise_float8"),
+        (nvfp4(), "nvfp4"),
+        (mxfp4(), "mxfp4"),
+        (nvfp4(rounding="nearest", hadamard="none"), "nvfp4+nearest+no_hadamard"),
+        (mxfp4(hadamard="plain"), "mxfp4+plain_hadamard"),
+        (products("bf16", "e2m1", granularity="nv"), "bf16:e2m1:e2m1@nv"),
+        (products("e2m1", "bf16", granularity="mx"), "e2m1:bf16:bf16@mx"),
+        (
+            products("e2m1", "e2m1", "bf16", granularity="nv", rounding="nearest"),
+            "e2m1:e2m1:bf16@nv+nearest",
+        ),
         (products("f32", "bf16"), "f32:bf16:bf16"),
         (products("bf16", "f32", "bf16"), "bf16:f32:bf16"),
         (products("float8_e4m3fn", "FLOAT8_E5M2", "bfloat16"), "e4m3:e5m2:bf16"),
@@ -95,6 +107,8 @@ def test_names():
         assert parse_recipe(text.upper()) == recipe
     assert products(jnp.float8_e4m3fn, np.dtype("bfloat16")) == products("e4m3", "bf16")
     assert parse_recipe("float8@mx") == mxfp8()
+    assert parse_recipe("e2m1@nv") == parse_recipe("float4_e2m1fn@nv") == nvfp4()
+    assert parse_recipe("nvfp4+no-hadamard") == nvfp4(hadamard="none")
     assert parse_recipe("float8@block") == blockwise_float8()
     assert parse_recipe("float8@row") == parse_recipe("fp8@row") == float8(granularity="row")
 
@@ -115,7 +129,7 @@ def test_what_is_refused():
         ("int8@mx", "granularity='row'"),
         ("e5m2", "'e5m2' for gradients alone"),
         ("e4m3/e5m2@block", "blocks are e4m3 throughout"),
-        ("e4m3@rows", "granularity must be one of 'tensor', 'row', 'block', 'mx'; got 'rows'"),
+        ("e4m3@rows", "granularity must be one of 'tensor', 'row', 'block', 'mx', 'nv'; got"),
         ("e4m3:int8@row", "grad_input is 'int8' and forward 'e4m3', and nothing multiplies"),
         ("int8:bf16:e5m2@row", "say grad_weight='int8' or 'bf16'"),
         ("e4m3b11:e4m3", "grad_input is 'e4m3' and forward 'e4m3b11', and nothing multiplies"),
@@ -126,6 +140,16 @@ def test_what_is_refused():
         ("e4m3/e4m3/e4m3/e4m3", "a layer has three products, and 4 formats are given"),
         ("e4m3/nf4", "grad_input is 'nf4', which names no format"),
         ("", "names no recipe"),
+        ("e2m1", "4 bits need a scale for every few values; use granularity='nv' or 'mx'"),
+        ("e2m1@row", "forward is 'e2m1' with granularity 'row'"),
+        ("e2m1@block", "forward is 'e2m1' with granularity 'block'"),
+        ("e4m3@nv", "which is of 'e2m1' alone; use granularity='mx'"),
+        ("float8@nv", "which is of 'e2m1' alone; use granularity='mx'"),
+        ("int8@nv", "granularity='row'"),
+        ("e2m1:e4m3@mx", "say grad_input='e2m1' or 'bf16'"),
+        ("nvfp4+neerest", "has the option 'neerest' (did you mean 'nearest'?); the options are"),
+        ("nvfp4+plain_hadamard+no_hadamard", "says hadamard twice: say it once"),
+        ("e2m1:e2m1:bf16@nv+plain_hadamard", "say grad_weight='e2m1', or leave hadamard out"),
     ):
         with pytest.raises(ValueError, match="products: ") as error:
             parse_recipe(text)
@@ -141,3 +165,18 @@ def test_what_is_no_recipe_no_format_and_no_policy():
             products(value)
     with pytest.raises(TypeError, match=r"'int8' is a recipe.*say 'mixed_bfloat16,matmul=int8'"):
         get_policy(int8())
+
+
+def test_options_of_4_bits():
+    for options, says in (
+        ({"rounding": "up"}, "rounding must be one of 'stochastic', 'nearest'; got 'up'"),
+        ({"hadamard": "yes"}, "hadamard must be one of 'random', 'plain', 'none'; got 'yes'"),
+        ({"rounding": "stochastic"}, "rounding is 'stochastic', which is of gradients in 4 bits"),
+        ({"hadamard": "random"}, "hadamard is 'random', which is of gradients in 4 bits"),
+    ):
+        with pytest.raises(ValueError, match="products: ") as error:
+            products("e2m1", "bf16", granularity="nv", **options)
+        assert says in str(error.value)
+    # What they are where nothing reads them may be said.
+    assert products("e4m3", rounding="nearest", hadamard="none") == products("e4m3")
+    assert nvfp4() == nvfp4(rounding="stochastic", hadamard="random")

@@ -45,6 +45,7 @@ PROGRAMS = {
     "roofline": "import roofline; roofline.show(roofline.layers())",
     "parity": "import parity; [parity.lines_of(swap).pop() for swap in parity.SWAPS]",
     "cpu_sums": "import cpu_sums",
+    "four_bits_errors": "import four_bits_errors as f; f.DRAWS = 1; f.errors('nvfp4', 'normal')",
     "serving": "import serving",
     "optimizer_state": "import optimizer_state as o; o.stored(o.OPTIMIZERS['adam'], 'int8')",
     "precision_lock": "import precision_lock as p; p.main(['vit'], ['logits rounded'], [])",

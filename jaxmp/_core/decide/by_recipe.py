@@ -19,12 +19,13 @@ from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.plan.why import Kind, Skipped
 from jaxmp._core.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._core.products.derivative import Contraction, QuantizedDot
+from jaxmp._core.products.four_bits import FourBitProduct
 from jaxmp._core.products.product import ScaledProduct, Sides
 from jaxmp._core.products.ragged import ROWS, RaggedProduct
 from jaxmp._core.speed import chip_for, fastest_recipe, on_chip, pays
 from jaxmp.recipes import Recipe
 
-# Matrix units multiply 8-bit operands in blocks of so many: sizes must be multiples.
+# Matrix units multiply operands of 8 bits or less in blocks of so many: sizes must be multiples.
 MULTIPLE = 16
 
 
@@ -72,13 +73,19 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
         product = RaggedProduct(weight=1, **options)
     else:
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
-        kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
-        product = kind(sides=sides, weight=int(not left), **options)
+        product = kind_of(recipe)(sides=sides, weight=int(not left), **options)
     why = decision.why.noted(Kind.RECIPE, recipe)
     return decision._replace(
         why=why.noted(Kind.CHOSEN, chosen) if chosen else why,
         op=QuantizedDot(decision.op.parameters, product=product),
     )
+
+
+def kind_of(recipe: Recipe) -> type[ScaledProduct]:
+    """Returns the kind of product that a recipe makes of a `lax.dot_general`."""
+    if "e2m1" in recipe.formats.values():
+        return FourBitProduct
+    return BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
 
 
 def _is_ragged(eqn: JaxprEqn) -> bool:
@@ -90,9 +97,10 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
     """Returns why no recipe multiplies a contraction, or None."""
     if eqn.primitive.name != "dot_general" and not _is_ragged(eqn):
         return Skipped(f"{eqn.primitive.name} is not a matrix product")
-    if _is_ragged(eqn) and granularity not in ("tensor", "row"):
+    in_blocks = granularity not in ("tensor", "row")
+    if _is_ragged(eqn) and in_blocks:
         return Skipped("a ragged product is not multiplied in blocks")
-    if (_is_ragged(eqn) or granularity in BLOCKS) and any(map(explicit_sharding, eqn.invars[:2])):
+    if (_is_ragged(eqn) or in_blocks) and any(map(explicit_sharding, eqn.invars[:2])):
         return Skipped("it is ragged or in blocks, and types say how it is sharded")
     if any(v is None for v in values[:2]):
         return Skipped("the author chose the dtype of an operand", intended=True)

@@ -59,12 +59,12 @@ def _in_bfloat16(x: Scaled, blocks: Blocks) -> Any:
     return dequantize(x, jnp.bfloat16, blocks.sizes)
 
 
-def _to_bits(scale: Any) -> Any:
+def to_bits(scale: Any) -> Any:
     """Returns positive normal powers of two as e8m0, in uint8; its NaN for infinities and NaN."""
     return (lax.bitcast_convert_type(scale, np.uint32) >> EXPONENT_BITS).astype(np.uint8)
 
 
-def _from_bits(bits: Any) -> Any:
+def from_bits(bits: Any) -> Any:
     """Returns e8m0 as float32."""
     scale = lax.bitcast_convert_type(bits.astype(np.uint32) << EXPONENT_BITS, np.float32)
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
@@ -88,19 +88,25 @@ def multiply_blocks(a: Scaled, b: Scaled, blocks: tuple[Blocks, Blocks], dtype: 
         short = -a.values.shape[2] % blocks[0].sums
         left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
         down, across = (
-            lax.bitcast_convert_type(_to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
+            lax.bitcast_convert_type(to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
         )
-        out = _scaled_matmul(sums)(left, right, down, across)
-        # JAX loses the mesh axes over which it varies.
-        varying = {axis for x in (*a, *b) for axis in varying_axes(jax.typeof(x))}
-        missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
-        return lax.pcast(out, missing, to="varying") if missing else out
+        return scaled_matmul(left, right, down, across, sums)
 
     if all(k.e8m0 for k in blocks) and chip_for().multiplies("mx"):
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
     else:
         out = emulated(a, b)
     return out.astype(dtype)
+
+
+def scaled_matmul(left: Any, right: Any, down: Any, across: Any, dtype: Any) -> Any:
+    """Returns `jax.nn.scaled_matmul` of matrices and their scales, under any transformation."""
+    operands = left, right, down, across
+    out = _scaled_matmul(dtype)(*operands)
+    # JAX loses the mesh axes over which it varies.
+    varying = {axis for x in operands for axis in varying_axes(jax.typeof(x))}
+    missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
+    return lax.pcast(out, missing, to="varying") if missing else out
 
 
 @functools.lru_cache
@@ -142,22 +148,22 @@ class BlockProduct(ScaledProduct):
 
     def copy(self, x: Any, of: int) -> Scaled:
         """Quantizes an operand, to values of its shape, and scales by batch and block."""
-        copy = quantize_blocks(_matrices(x, self.sides, of), self.forward, self.blocks(of).sizes)
+        copy = quantize_blocks(as_matrices(x, self.sides, of), self.forward, self.blocks(of).sizes)
         shape = [x.shape[i] for i in self.sides.order(of)]
-        return copy._replace(values=_array(copy.values, shape, self.sides.order(of)))
+        return copy._replace(values=as_array(copy.values, shape, self.sides.order(of)))
 
     def as_bits(self, copy: Scaled, of: int) -> Scaled:
-        kept = super().as_bits(copy, of)
-        return kept._replace(scale=_to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
+        kept: Scaled = super().as_bits(copy, of)
+        return kept._replace(scale=to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
 
     def of_bits(self, kept: Scaled, of: int) -> Scaled:
-        copy = super().of_bits(kept, of)
-        return copy._replace(scale=_from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
+        copy: Scaled = super().of_bits(kept, of)
+        return copy._replace(scale=from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
         if not self.forward.scaled:
             return super().multiply(operands, copies, sizes)
-        left, right = (_matrices(copy, self.sides, k) for k, copy in enumerate(copies))
+        left, right = (as_matrices(copy, self.sides, k) for k, copy in enumerate(copies))
         out = multiply_blocks(left, right, (self.blocks(0), self.blocks(1)), self.dtype)
         shapes, free = [x.shape for x in operands], self.sides.free
         batch = [shapes[0][i] for i in self.sides.batch[0]]
@@ -169,19 +175,19 @@ class BlockProduct(ScaledProduct):
             return super().gradient(of, g, other, sizes)
         sides, _ = self.sides.gradient(of)
         blocks = self.blocks(1 - of)._replace(rows=1), self.blocks(1 - of)
-        left = quantize_blocks(_matrices(g, sides, 0), fmt, blocks[0].sizes)
+        left = quantize_blocks(as_matrices(g, sides, 0), fmt, blocks[0].sizes)
         out = multiply_blocks(left, self._transposed(other, 1 - of, fmt), blocks, self.dtype)
         shape = other.values.shape if isinstance(other, Scaled) else other.shape
         rows = [g.shape[i] for i in sides.batch[0] + sides.free[0]]
         summed = [shape[i] for i in self.sides.contracted[1 - of]]
-        return _array(out, rows + summed, self.sides.order(of))
+        return as_array(out, rows + summed, self.sides.order(of))
 
     def _transposed(self, x: Any, of: int, fmt: Format) -> Scaled:
         """Returns an operand's matrices transposed, as the other operand's gradient contracts them.
 
         Square blocks stay unchanged. Others are quantized again, in blocks along the new sums.
         """
-        blocks, x = self.blocks(of), _matrices(x, self.sides, of)
+        blocks, x = self.blocks(of), as_matrices(x, self.sides, of)
         if isinstance(x, Scaled):
             if blocks.rows == blocks.sums:
                 return Scaled(*(jnp.swapaxes(v, 1, 2) for v in x))
@@ -189,16 +195,16 @@ class BlockProduct(ScaledProduct):
         return quantize_blocks(jnp.swapaxes(x, 1, 2), fmt, blocks.sizes)
 
 
-def _matrices(x: Any, sides: Sides, of: int) -> Any:
+def as_matrices(x: Any, sides: Sides, of: int) -> Any:
     """Returns an operand, or its copy, as matrices: its free axes are their rows."""
     if isinstance(x, Scaled):
-        return Scaled(_matrices(x.values, sides, of), x.scale)
+        return Scaled(as_matrices(x.values, sides, of), x.scale)
     parts = sides.batch[of], sides.free[of], sides.contracted[of]
     sizes = [math.prod(x.shape[i] for i in axes) for axes in parts]
     return jnp.transpose(x, sides.order(of)).reshape(sizes)
 
 
-def _array(matrices: Any, shape: Sequence[int], order: Axes) -> Any:
-    """Returns the array of `_matrices`, given its sizes in an order of its axes."""
+def as_array(matrices: Any, shape: Sequence[int], order: Axes) -> Any:
+    """Returns the array of `as_matrices`, given its sizes in an order of its axes."""
     back = tuple(order.index(i) for i in range(len(order)))
     return jnp.transpose(matrices.reshape(shape), back)

@@ -58,7 +58,7 @@ def quantize_blocks(x: Any, fmt: Format, block: Sequence[int], *, widened: bool 
 
 
 class Copy(NamedTuple):
-    """An operand in 8 bits.
+    """An operand in 8 bits or 4.
 
     Attributes:
       array: the copy that is multiplied.
@@ -66,8 +66,8 @@ class Copy(NamedTuple):
       mark: a zero that is differentiated if the operand is; see `_once`.
     """
 
-    array: Scaled
-    kept: Scaled
+    array: Any
+    kept: Any
     mark: Any
 
 
@@ -130,13 +130,17 @@ class Contraction(abc.ABC):
             return None
         copy = self.copy(lax.stop_gradient(x), of)
         mark = jnp.sum(x[:0], dtype=jnp.float32)  # of no elements: zero, differentiated if x is
-        return Copy(copy, self.as_bits(copy, of), mark)
+        return Copy(copy, self.kept(x, copy, of), mark)
 
-    def copy(self, x: Any, of: int) -> Scaled:
+    def copy(self, x: Any, of: int) -> Any:
         """Quantizes an operand to 8 bits."""
         return quantize(x, self.forward, self.shared(of))
 
-    def as_bits(self, copy: Scaled, _of: int) -> Scaled:
+    def kept(self, _x: Any, copy: Any, of: int) -> Any:
+        """Returns the copy that is saved for the backward pass, of an operand and its `copy`."""
+        return self.as_bits(copy, of)
+
+    def as_bits(self, copy: Any, _of: int) -> Any:
         """Returns the copy of an operand as it is saved for the backward pass: as integers.
 
         `jax.checkpoint` rounds the floats that it saves to their own format, to keep XLA from
@@ -148,7 +152,7 @@ class Contraction(abc.ABC):
         bits = lax.bitcast_convert_type(copy.values, f"uint{self.forward.bits}")
         return copy._replace(values=bits)
 
-    def of_bits(self, kept: Scaled, _of: int) -> Scaled:
+    def of_bits(self, kept: Any, _of: int) -> Any:
         """Returns the copy of an operand that `as_bits` was given."""
         if self.forward.integer:
             return kept
@@ -235,7 +239,7 @@ class _Type(NamedTuple):
 def _once(product: Contraction, of: int) -> Callable[..., Any]:
     """Returns the product that computes the gradient of an operand.
 
-    In 8 bits it cannot be differentiated again. The mark of an operand's 8-bit copy shows whether
+    In few bits it cannot be differentiated again. The mark of an operand's 8-bit copy shows whether
     that operand is differentiated.
     """
 
@@ -244,11 +248,13 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
             other = product.of_bits(other[0], 1 - of)
         return product.gradient(of, g, other, sizes)
 
+    few = product.backward(of).bits
+
     def refused(_primals: Any, _tangents: Any) -> Any:
         raise TypeError(
             f"autocast: the second derivative of {product.name}, which multiplies as "
-            f"{product.recipe}: it is a derivative through rounding to 8 bits, which is zero or "
-            "infinite. Differentiate once, or give this part a policy without `matmul`"
+            f"{product.recipe}: it is a derivative through rounding to {few} bits, which is zero "
+            "or infinite. Differentiate once, or give this part a policy without `matmul`"
         )
 
     if not product.backward(of).scaled:

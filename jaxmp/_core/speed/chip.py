@@ -17,6 +17,9 @@ from jaxmp.dtypes import compute_capability, default_device, did_you_mean
 # of explicitly sharded arrays.
 TOLD = jax.make_user_context(default_value=None)
 
+# The formats of 4 bits in blocks, as keys of figures, and the rates that some keys go by.
+NVFP4, MXFP4 = "nvfp4", "mxfp4"
+_RATES = {"float32": "tfloat32", NVFP4: "float4_e2m1fn"}
 _SIXTEEN_BITS = ("bfloat16", "float16")
 # A GPU that is not in the tables is taken for one that is, of the nearest lower compute capability
 # that multiplies the same formats: (least capability, chip).
@@ -59,6 +62,7 @@ class Chip:
         fused into the operations around them (TPU), rather than passes of their own.
       transposes: whether 8-bit products take operands in one order only, so that half of them are
         transposed first (NVIDIA before compute capability 10).
+      blocks: the formats with a scale for each block that it multiplies, as ``nvfp4``.
       recipe: the recipe that ``matmul="auto"`` takes; empty for none.
       float8: the format that ``"float8"`` stands for in recipes.
     """
@@ -78,6 +82,7 @@ class Chip:
     launch_seconds: float = 0.0
     fuses: bool = False
     transposes: bool = False
+    blocks: tuple[str, ...] = ()
     recipe: str = ""
     float8: str = "e4m3"
 
@@ -87,12 +92,12 @@ class Chip:
         return next((name for name in _SIXTEEN_BITS if name in self.tflops), "")
 
     def multiplies(self, key: str) -> bool:
-        """Returns whether it is documented to multiply a dtype, or ``mx``, natively."""
-        native = self.relative if key == "mx" else self.tflops
+        """Returns whether it is documented to multiply a dtype, ``mx`` or ``nvfp4``, natively."""
+        native = {"mx": self.relative, NVFP4: self.blocks}.get(key, self.tflops)
         return key == "float32" or key in native
 
     def share(self, key: str) -> float:
-        """Returns the time of a product in a dtype, or ``mx``, over 16 bits'; 1 where emulated."""
+        """Returns the time of a product in a dtype or in blocks over 16 bits'; 1 where emulated."""
         if key in self.relative:
             return self.relative[key]
         if not self.multiplies(key):
@@ -100,7 +105,7 @@ class Chip:
         full = self.tflops[self.sixteen_bits]
         if key == "float32" and self.platform == "tpu":
             return 1.0  # in one bfloat16 pass, by default
-        return full / self.tflops.get("tfloat32" if key == "float32" else key, full)
+        return full / self.tflops.get(_RATES.get(key, key), full)
 
 
 def chip_named(name: str) -> Chip:
@@ -137,6 +142,7 @@ def chip_named(name: str) -> Chip:
         **chip.get("achieved", {}),
         fuses=is_tpu,
         transposes=bool(capability) and capability < (10, 0),
+        blocks=tuple(chip.get("blocks", ())),
         recipe=chip.get("recipe", ""),
         float8=chip.get("float8", "e4m3"),
     )

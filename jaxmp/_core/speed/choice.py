@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from jaxmp._core.speed.chip import Chip
+from jaxmp._core.speed.chip import MXFP4, NVFP4, Chip
 from jaxmp._core.speed.estimate import estimate, keys_of, on_chip
 from jaxmp.recipes import FORMATS, Recipe, parse_recipe
 
@@ -14,7 +14,7 @@ from jaxmp.recipes import FORMATS, Recipe, parse_recipe
 # they are up to 14 % below XLA's estimates of whole layers (`benchmarks/product_cycles.py`). A
 # smaller gain may be none.
 WORTH = {"gpu": 0.95, "tpu": 0.85}
-_BLOCKS = {"mx": "32", "block": "1 x 128"}
+_BLOCKS = {"mx": "32", "block": "1 x 128", NVFP4: "16", MXFP4: "32"}
 _FLOAT8 = [fmt.name for fmt in FORMATS.values() if fmt.name.startswith("float8_")]
 
 
@@ -85,7 +85,7 @@ def fastest_recipe(chip: Chip) -> tuple[Recipe | None, str]:
 
 
 def why_emulated(recipe: Recipe, chip: Chip) -> str:
-    """Returns the reason why a chip emulates a recipe's 8-bit formats; empty if it does not.
+    """Returns the reason why a chip emulates a recipe's formats of few bits; empty if not.
 
     Also empty for a chip without figures, such as a CPU, on which programs are only tried out.
 

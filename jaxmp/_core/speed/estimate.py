@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxmp._core.speed.chip import Chip
+from jaxmp._core.speed.chip import MXFP4, NVFP4, Chip
 from jaxmp.recipes import FORMATS, Recipe
 
 ROOFLINE = "roofline of published figures"
@@ -25,6 +25,8 @@ CYCLES = "the compiler's estimated cycles"
 # Bytes of an element: of activations and gradients, and of weights as they are stored.
 _VALUE: Final = 2
 _WEIGHT: Final = 4
+# By granularity: the key of 4 bits.
+_FOUR_BITS: Final = {"nv": NVFP4, "mx": MXFP4}
 
 
 class Work(NamedTuple):
@@ -242,6 +244,8 @@ def keys_of(recipe: Recipe, product: str) -> tuple[str, ...]:
     fmt = FORMATS[recipe.formats[product]]
     if not fmt.scaled:
         return (fmt.name,) if fmt.bits > 16 else ()
+    if fmt.bits == 4:
+        return (_FOUR_BITS[recipe.granularity],)
     if recipe.granularity in ("mx", "block"):
         return (recipe.granularity,)
     # Backward, the other operand is in its forward format, or in one that goes with the gradient's.
@@ -251,10 +255,10 @@ def keys_of(recipe: Recipe, product: str) -> tuple[str, ...]:
 
 def _product(chip: Chip, m: int, k: int, n: int, keys: tuple[str, ...]) -> float:
     """Returns the seconds of one product of operands in some formats."""
-    share, operand, result = 1.0, _VALUE, _VALUE
+    share, operand, result = 1.0, float(_VALUE), _VALUE
     if keys and all(key in chip.relative or chip.multiplies(key) for key in keys):
         share = max(map(chip.share, keys))
-        operand = 4 if "float32" in keys else 1
+        operand = 4 if "float32" in keys else 0.5 if NVFP4 in keys else 1
         if "int8" in keys and not chip.fuses:
             result = 4 + 2  # sums of 32 bits, which the next kernel reads
     moved = (m * k + k * n) * operand + m * n * result
@@ -265,6 +269,9 @@ def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iter
     """Yields the bytes of every pass over an array that quantizing takes."""
     scaled = {name: FORMATS[short].scaled for name, short in recipe.formats.items()}
     elements = sizes.elements
+    if "e2m1" in recipe.formats.values():
+        yield from _four_bit_passes(recipe.granularity, scaled, elements, weight_bytes)
+        return
     if recipe.granularity in ("block", "mx"):
         yield from _block_passes(recipe.granularity, scaled, elements, weight_bytes)
         return
@@ -315,3 +322,22 @@ def _block_passes(
     if scaled["grad_weight"]:
         yield g * (_VALUE + 1)
         yield x * (2 if scaled["forward"] else _VALUE + 1)
+
+
+def _four_bit_passes(
+    granularity: str, scaled: dict[str, bool], elements: dict[str, int], weight_bytes: int
+) -> Iterator[float]:
+    """Yields as `_passes` does, for 4 bits, where every copy is made from high precision.
+
+    One largest magnitude of all takes a pass of its own. Square blocks of a weight serve twice.
+    """
+    whole, x, w, g = granularity == "nv", *(elements[name] for name in "xwg")
+    copies = [
+        *([x, g] if scaled["grad_weight"] else []),
+        *([g] if scaled["grad_input"] else []),
+        *([x] if scaled["forward"] else []),
+    ]
+    yield from (n * (_VALUE * (1 + whole) + 0.5) for n in copies)
+    weights = scaled["forward"] + scaled["grad_input"]
+    for _ in range(min(weights, 1) if whole else weights):
+        yield w * (weight_bytes * (1 + whole) + 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ _MORE = (
 )
 # The lines for matmuls and convolutions, if other operations need some as well.
 _PRODUCTS = 11
+_FEW_BITS = re.compile("(?:int|float)([48])(?!\\d)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Product:
 
     @property
     def quantized(self) -> bool:
-        """Whether it multiplies 8-bit operands."""
-        return all("int8" in dtype or "float8" in dtype for dtype in self.dtype.split("*"))
+        """Whether it multiplies operands of 8 bits or 4."""
+        return all(map(_FEW_BITS.search, self.dtype.split("*")))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Quantized(Printed):
     products: tuple[Product, ...]
 
     def counts(self) -> dict[str, tuple[float, float]]:
-        """Counts, by pass ("forward", "backward"), the products in 8 bits, and all of them."""
+        """Counts, by pass ("forward", "backward"), the products in few bits, and all of them."""
         table = {}
         for name, backward in (("forward", False), ("backward", True)):
             mine = [p for p in self.products if p.backward == backward]
@@ -77,21 +79,27 @@ class Quantized(Printed):
         return table
 
     def reasons(self) -> dict[str, float]:
-        """Counts the products that are not in 8 bits by the reason, most first."""
+        """Counts the products that are not in few bits by the reason, most first."""
         why: Counter[str] = Counter()
         for p in self.products:
             if not p.quantized:
                 why[p.why_not or f"multiplies {p.dtype}"] += p.count  # type: ignore[assignment]
         return dict(why.most_common())
 
+    @property
+    def _bits(self) -> str:
+        """The bits of the products that are quantized: ``8 bits``, ``4 bits``, ``8 or 4 bits``."""
+        each = {bits for p in self.products if p.quantized for bits in _FEW_BITS.findall(p.dtype)}
+        return f"{' or '.join(sorted(each, reverse=True)) or '8'} bits"
+
     def summary(self) -> str:
-        """Returns a few lines: how many products are in 8 bits, and why the others are not."""
+        """Returns a few lines: how many products are in 8 or 4 bits, and why the others are not."""
         shares = [f"{n:g} of {total:g} {name}" for name, (n, total) in self.counts().items()]
-        lines = [f"products in 8 bits  {', '.join(shares) or 'none'}"]
+        lines = [f"products in {self._bits}  {', '.join(shares) or 'none'}"]
         return "\n".join(lines + [f"  {n:g} not: {why}" for why, n in self.reasons().items()])
 
     def __str__(self) -> str:
-        cells = [("dtype", "times", "pass", "source", "path", "why not 8 bits")]
+        cells = [("dtype", "times", "pass", "source", "path", f"why not {self._bits}")]
         for p in self.products:
             way, why = "backward" if p.backward else "forward", "" if p.quantized else p.why_not
             cells.append((p.dtype, f"{p.count:g}", way, p.source, p.path, why))

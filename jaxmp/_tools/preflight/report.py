@@ -249,7 +249,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield _row(f"1,000 steps at {report.price_per_hour:g} per chip-hour", costs, _price)
     yield from each(lambda p: {f"products {dtype}": n for dtype, n in p.contractions.items()})
     if any(p.products_in_8_bits for p in programs):
-        yield _row("products in 8 bits", compiled, share_of_8_bits)
+        yield _row(f"products in {_few_bits(programs)}", compiled, share_of_8_bits)
     yield from each(lambda p: {c: n for c, n in p.library_calls.items() if _is_library(c)})
     yield from each(lambda p: rows_of_collectives(p.moved), "-")
 
@@ -295,7 +295,8 @@ def _remarks(report: PreflightReport) -> Iterator[list[str]]:
         for text in _notes(report, result):
             yield screen.wrapped(f"{result.policy}: {text}")
         if result.program and result.program.products_in_8_bits:
-            yield [f"{result.policy}, products in 8 bits:", *lines_of_8_bits(result.program)]
+            bits = _few_bits([result.program])
+            yield [f"{result.policy}, products in {bits}:", *lines_of_8_bits(result.program)]
 
 
 def _notes(report: PreflightReport, result: Preflight) -> Iterator[str]:
@@ -332,6 +333,12 @@ def _notes(report: PreflightReport, result: Preflight) -> Iterator[str]:
 def _bits(dtype: str) -> int:
     """Returns the bits of the narrowest of a product's dtypes: 8 of ``float8_e5m2*float32``."""
     return min(map(int, _BITS.findall(dtype)), default=64)
+
+
+def _few_bits(programs: Sequence[HloProgram]) -> str:
+    """Returns the bits of the products of few bits of programs: ``8 bits``, ``8 or 4 bits``."""
+    each = {_bits(product.dtype) for p in programs for product in p.products_in_8_bits}
+    return f"{' or '.join(map(str, sorted(each, reverse=True)))} bits"
 
 
 def _gib(size: float) -> str:
@@ -376,7 +383,8 @@ def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
         yield f"  and {len(kinds) - MOST} more kinds"
     left = Counter(p.dtype or "of an unknown dtype" for p in program.products if not p.in_8_bits)
     if left:
-        yield f"  not in 8 bits: {', '.join(f'{count} {dtype}' for dtype, count in left.items())}"
+        others = ", ".join(f"{count} {dtype}" for dtype, count in left.items())
+        yield f"  not in {_few_bits([program])}: {others}"
 
 
 def _kind(product: Multiplied) -> str:

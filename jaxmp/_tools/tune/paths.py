@@ -46,7 +46,7 @@ _DEEPEST_ROOT = 4  # how many scopes may be around a model
 _TOP = Place()
 # The time of a multiply-add relative to float32, if no chip is named: half the bits take half the
 # time, as matrix units are built.
-_BY_BITS = {32: 1.0, 16: 0.5, 8: 0.25}
+_BY_BITS = {32: 1.0, 16: 0.5, 8: 0.25, 4: 0.125}
 # The time in float32 relative to 16 bits, on GPUs whose published matrix units have no float32.
 _UNKNOWN_FLOAT32 = 2.0
 
@@ -288,11 +288,11 @@ class Costs:
         operands = sum(math.prod(shape_of(atom)) for atom in product.eqn.invars[:2])
         result = math.prod(shape_of(product.eqn.outvars[0]))
         kept = 4 if how.dtype == "float32" else 2
-        moved = operands * min(kept, fmt.bits // 8) + result * kept
+        moved = operands * min(kept, fmt.bits / 8) + result * kept
         flops = contraction_flops(product.eqn)
         seconds = product_seconds(chip, flops, _share(chip, how, fmt, product), moved)
-        if fmt.scaled:  # read, and written in 8 bits
-            seconds += operands * (kept + 1) / (chip.bytes_per_second * chip.memory)
+        if fmt.scaled:  # read, and written in few bits
+            seconds += operands * (kept + fmt.bits / 8) / (chip.bytes_per_second * chip.memory)
         return product.times * seconds
 
 

@@ -39,6 +39,7 @@ from jaxmp._core.plan.flops import contraction_flops
 from jaxmp._core.plan.primitives import LOW
 from jaxmp._core.plan.rules import LOW_DTYPES
 from jaxmp._core.products.derivative import quantize
+from jaxmp._core.products.four_bits import quantize_four, read_four
 from jaxmp._core.products.scaled import dequantize
 from jaxmp._tools.explain.explanation import Explanation, Row
 from jaxmp._tools.tune.paths import Path, Places, PreparedLoss, ProductFormat, run_placed
@@ -247,7 +248,7 @@ def _rounding(eqn: JaxprEqn, how: ProductFormat, *, backward: bool) -> _Rounding
         if not fmt.scaled or how.recipe is None or eqn.primitive.name != "dot_general":
             return _nearest(x, how.dtype if fmt.scaled else fmt.name)
         axes = product_axes(eqn)[0][side]
-        return _in_8_bits(_nearest(x, how.dtype), fmt, axes, how.recipe.granularity)
+        return _in_few_bits(_nearest(x, how.dtype), fmt, axes, how.recipe.granularity)
 
     return of_operand, lambda y: _nearest(y, how.dtype)
 
@@ -260,13 +261,21 @@ def _nearest(x: Any, dtype: str) -> Any:
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
-def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> Any:
-    """Rounds an operand to 8 bits and scales it back; blocks lie along the axes `summed`."""
+def _in_few_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> Any:
+    """Rounds an operand to few bits and scales it back; blocks lie along the axes `summed`.
+
+    4 bits are rounded to nearest in blocks along rows, and not rotated.
+    """
     every = tuple(range(x.ndim))
     if granularity == "tensor":
         return dequantize(quantize(x, fmt, every))
     size = _SIZES.get(granularity, 0)
     axis = summed[-1] if summed else None
+    if granularity == "nv" and axis is not None:
+        rows = jnp.moveaxis(x, axis, -1)
+        matrix = rows.reshape(1, -1, x.shape[axis])
+        copy = quantize_four(matrix, (1, 16), e4m3=True, stochastic=False)
+        return jnp.moveaxis(read_four(copy, (1, 16)).reshape(rows.shape), -1, axis)
     if size and axis is not None and x.shape[axis] % size == 0:
         split = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
         return dequantize(quantize(x.reshape(split), fmt, (axis + 1,))).reshape(x.shape)

@@ -110,7 +110,8 @@ def tune(
       tie: from a module's path to a key; modules with equal keys get one policy. By default query,
         key and value of one attention, and the experts of one layer.
       target: a chip, such as "tpu-v5e": costs are the estimated times of products on it. By
-        default, their operations, of which one in 16 bits costs a half, one in 8 bits a quarter.
+        default, their operations, of which one in 16 bits costs a half, in 8 bits a quarter, in 4
+        bits an eighth.
       loss_scale: the factor of the loss. By default 2^15 if a candidate computes in float16, else
         1.
       probes: the number of random directions for each batch: more are more exact.

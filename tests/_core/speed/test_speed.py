@@ -22,7 +22,16 @@ from jaxmp._core.speed import (
 )
 from jaxmp._core.speed.choice import WORTH
 from jaxmp.devices import chips
-from jaxmp.recipes import blockwise_float8, float8, int8, mxfp8, parse_recipe, products
+from jaxmp.recipes import (
+    blockwise_float8,
+    float8,
+    int8,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+    parse_recipe,
+    products,
+)
 
 import when_it_pays as published
 
@@ -126,6 +135,14 @@ def test_a_device_is_a_part_of_a_chip():
 # What is emulated.
 
 
+def test_4_bits_are_estimated_as_published():
+    """TransformerEngine measures 2.03 x bfloat16 on a B300, quantizing included (docs, GEMMs)."""
+    b200 = CHIPS["gpu-b200"]
+    assert published.speedup(nvfp4(), b200, published.TOKENS, *published.LAYER) == pytest.approx(
+        2.03, rel=0.05
+    )
+
+
 def test_what_is_emulated():
     for recipe, name, said in (
         (float8(), "gpu-h100", ""),
@@ -139,6 +156,11 @@ def test_what_is_emulated():
         (products("bf16", "e4m3"), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn"),
         (mxfp8(), "gpu-h100", "blocks of 32 are scaled in 16 bits first on gpu-h100"),
         (blockwise_float8(), "gpu-b200", "blocks of 1 x 128 are scaled in 16 bits first"),
+        (nvfp4(), "gpu-b200", ""),
+        (products("bf16", "e2m1", granularity="nv"), "gpu-gb300", ""),
+        (nvfp4(), "gpu-h100", "blocks of 16 are scaled in 16 bits first on gpu-h100"),
+        (mxfp4(), "gpu-b200", "blocks of 32 are scaled in 16 bits first on gpu-b200"),
+        (mxfp4(), "gpu-mi355x", "blocks of 32 are scaled in 16 bits first on gpu-mi355x"),
         (mxfp8(), "tpu7x", "blocks of 32 are scaled in 16 bits first on tpu7x"),
         (int8(), "tpu7x", "tpu7x is not documented to multiply int8; by XLA's estimate a product"),
         (products("e4m3b11"), "tpu-v6e", ""),
@@ -205,6 +227,17 @@ def test_an_estimate_is_the_sum_of_its_parts():
     assert estimate(blockwise_float8(), chip, 1000, 1000, 1000).quantizing == pytest.approx(
         (3 + 5 + 3 + 3 + 2) * array
     )
+    # In 4 bits every copy is made of high precision.
+    four = dataclasses.replace(chip, tflops={**chip.tflops, "float4_e2m1fn": 4}, blocks=("nvfp4",))
+    found = estimate(mxfp4(), four, 1000, 1000, 1000)
+    assert found.quantizing == pytest.approx((4 * 2.5 + 2 * 4.5) * array)
+    assert found.seconds == pytest.approx(3 * product + found.quantizing)
+    found = estimate(nvfp4(), four, 1000, 1000, 1000)
+    assert found.quantizing == pytest.approx((4 * 4.5 + 8.5) * array)
+    # A product reads half a byte of each operand, and writes 2.
+    assert found.seconds == pytest.approx(3 * max(product / 4, 3 * array) + found.quantizing)
+    some = estimate(parse_recipe("e2m1:bf16:bf16@nv"), four, 1000, 1000, 1000)
+    assert some.quantizing == pytest.approx((4.5 + 8.5) * array)
     # What takes operands in one order only turns one of each product.
     turning = dataclasses.replace(chip, transposes=True)
     assert estimate(float8(), turning, 1000, 1000, 1000).quantizing == pytest.approx(

@@ -186,8 +186,12 @@ def test_costs_are_operations_by_their_bits_or_seconds_on_a_chip():
 
     float8 = ProductFormat("bfloat16", jaxmp.recipes.float8())
     ways = (ProductFormat(), ProductFormat("bfloat16"), float8)
+    four = ProductFormat("bfloat16", jaxmp.recipes.nvfp4())
     flops = 2 * 16 * 32 * 64 * 3
-    assert [Costs()(product(16, 32, 64), way) / flops for way in ways] == [1, 0.5, 0.25]
+    costs = [Costs()(product(16, 32, 64), way) / flops for way in (*ways, four)]
+    assert costs == [1, 0.5, 0.25, 0.125]
+    b200 = Costs("gpu-b200")
+    assert b200(product(8192, 8192, 8192), float8) > 1.3 * b200(product(8192, 8192, 8192), four)
     h100 = Costs("gpu-h100")
     full, low, lowest = (h100(product(4096, 4096, 4096), way) for way in ways)
     assert full > 1.9 * low > 1.9 * lowest
@@ -594,6 +598,30 @@ def test_scanned_layers_are_one_decision_and_q_k_v_another():
         exact = jax.jit(jax.grad(lambda p: loss(p, x)[0]))(params)
         low = jax.jit(jax.grad(lambda p, m=wrapped: jnp.mean(m.apply(p, x) ** 2)))(params)
         assert cosine(exact, low) == pytest.approx(at.verified.cosine, abs=budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_4_bits_are_taken_where_much_error_is_allowed(recipe: str) -> None:
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for name in ("first", "second", "third"):
+                x = nn.relu(nn.Dense(64, name=name)(x))
+            return nn.Dense(16, name="head")(x)
+
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    params = Layers().init(jax.random.key(1), x)
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        return jnp.mean(Layers().apply(params, x) ** 2)
+
+    four = f"mixed_bfloat16,matmul={recipe}"
+    found = jaxmp.tune(loss, candidates=["mixed_bfloat16", four])(params, [x])
+    assert found.solve(0.1, max_ratio=1e9).policy == jaxmp.PolicyMap({}, default=four)
+    few = found.solve(1e-4, max_ratio=1e9).policy
+    layers = [few.policy_at((name,)) or few.default for name in ("first", "second", "third")]
+    assert jaxmp.get_policy(four) not in layers
 
 
 class Net(nnx.Module):
