@@ -24,6 +24,7 @@ TARGETS = ("tpu-v5e:2x4", "tpu7x:2x2", "gpu-h100:8", "gpu-b200:8")
 BASE = "mixed_bfloat16"
 CROSSING = ("all-gather", "collective-permute")
 WEIGHTS = ("int8", "float8", "int4@row", "int4", "e2m1@32")
+POLICIES = {bits: f"{BASE},weights={bits}" for bits in WEIGHTS}
 
 
 def row(name: str, step: Compiled, base: Compiled) -> str:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = compiled(target, CASES[0], BASE)
         print(row(BASE, base, base), flush=True)
         for bits in args.weights or WEIGHTS:
-            step = compiled(target, CASES[0], f"{BASE},weights={bits}")
+            step = compiled(target, CASES[0], POLICIES[bits])
             print(row(bits, step, base), flush=True)
 
 

@@ -54,7 +54,8 @@ PROGRAMS = {
     "when_it_pays": "import when_it_pays; when_it_pays.main()",
     "gpu": "import gpu",
     "fused_attention": "import fused_attention as f; [f.step(policy) for policy in f.POLICIES]",
-    "convergence": "import convergence as c; [c.jaxmp.get_policy(p) for p in c.RECIPES.values()]",
+    "convergence": "import convergence as c; "
+    "[c.loss_under(c.digits(10), p) for p in c.RECIPES.values() if isinstance(p, str)]",
     "scaling": "import scaling; scaling.main()",
     "large_vocabulary": "import large_vocabulary as v, jax; "
     "[jax.eval_shape(f, v.PARAMS, v.IDS, v.IDS) for f in v.LOSSES.values()]",
@@ -63,6 +64,8 @@ PROGRAMS = {
     "where_the_bytes_are": "import where_the_bytes_are as w; "
     "[w.bytes_per_parameter(w.step(v, 256)[1]) for v in w.variants().values()]",
     "maxtext_llama": "import maxtext_llama",  # which is not installed with the others
+    "few_bits_aot": "import few_bits_aot as f, jaxmp; "
+    "[jaxmp.get_policy(p) for p in f.POLICIES.values()]",
     "collectives_aot": "import collectives_aot as c; [c.known(p) for p in c.POLICIES]",
 }
 
