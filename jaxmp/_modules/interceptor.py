@@ -70,8 +70,8 @@ def own_parameters(module: nn.Module) -> list[Any]:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """Returns the names in a path into Flax's groups, below the collection."""
-    return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
+    """Returns the names in a path into Flax's groups: the collection, and those below it."""
+    return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
 
 
 def _plain(value: Any) -> Any:
@@ -145,9 +145,10 @@ class Interceptor:
 
     def trained_as_stored(self, path: Any, leaf: Any) -> Any:
         """Returns a parameter, at a path into Flax's groups, as it will be stored."""
-        if self.initializing or not self.overrides.trains_few_bits:
+        collection, *below = _names(path)
+        if self.initializing or not self.overrides.trains_few_bits or collection != "params":
             return leaf
-        names = _names(path)
+        names = tuple(below)
         fmt = self._formats[names] = self.overrides.format_at(names, self._known)
         return trained_as_stored(names, leaf, fmt)
 
@@ -160,7 +161,7 @@ class Interceptor:
 
         None if that module is wrapped by itself, and has cast its variables.
         """
-        names = _names(path)
+        names = _names(path)[1:]
         above = (names[:i] for i in range(len(names), -1, -1))
         module = next((self._by_path[n] for n in above if n in self._by_path), None)
         if module is not None and module.wrapped:

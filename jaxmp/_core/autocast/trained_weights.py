@@ -6,9 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxmp._core.autocast.nnx_calls import on_copies, shown_as_float32
+from jaxmp._core.flax import is_graph_node
 from jaxmp._core.jaxprs.trace import holds_modules
 from jaxmp._core.plan.parameters import Argnums, named_arguments
+from jaxmp._core.quantize.select import names_of
 from jaxmp._core.quantize.trees import map_parameters, trained_as_stored
 from jaxmp.policy import Policy
 
@@ -29,7 +33,14 @@ def reading_as_stored(fn: Function, policy: Policy, argnums: Argnums) -> Functio
     named = named_arguments(fn, argnums)
 
     def rounded(tree: Any) -> Any:
-        return map_parameters(lambda path, x: trained_as_stored(path, x, fmt), tree)
+        if not holds_modules(tree):
+            return map_parameters(lambda path, x: trained_as_stored(path, x, fmt), tree)
+        # Modules, which it may change, are not copied.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x if is_graph_node(x) else trained_as_stored(names_of(path), x, fmt),
+            tree,
+            is_leaf=is_graph_node,
+        )
 
     @on_copies
     def with_modules(args: Any, kwargs: Any) -> Any:
@@ -38,11 +49,9 @@ def reading_as_stored(fn: Function, policy: Policy, argnums: Argnums) -> Functio
 
     @functools.wraps(fn)
     def reading(*args: Any, **kwargs: Any) -> Any:
-        if holds_modules((args, kwargs)):
-            return with_modules(args, kwargs)
         holds = named(args, kwargs)
         args = tuple(rounded(x) if i in holds else x for i, x in enumerate(args))
         kwargs = {name: rounded(x) if name in holds else x for name, x in kwargs.items()}
-        return fn(*args, **kwargs)
+        return with_modules(args, kwargs) if holds_modules((args, kwargs)) else fn(*args, **kwargs)
 
     return reading

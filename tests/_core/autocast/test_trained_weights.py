@@ -196,6 +196,38 @@ def test_what_a_module_returns_of_its_parameters_is_what_it_was_given():
     assert jax.tree.all(chex_equal)
 
 
+class Adapted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        shape = (64, 64)
+        w = self.param("kernel", nn.initializers.normal(), shape)
+        a = self.variable("lora", "kernel", lambda: jnp.full(shape, 0.01))
+        return x @ w + x @ a.value
+
+
+def test_what_quantize_leaves_is_left():
+    """Collections but "params", and arrays beside modules are rounded as well as their Params."""
+    model, trains = Adapted(), f"{LOW},weights=int4"
+    variables = model.init(jax.random.key(0), X)
+    few = jaxmp.quantize(variables, trains)
+    assert is_stored(few) == [False, True]
+    collections = {"params": ("params", "lora")}
+    trained, served = (jaxmp.wrap(model, policy, **collections) for policy in (trains, LOW))
+    np.testing.assert_array_equal(
+        jax.jit(trained.apply)(variables, X), jax.jit(served.apply)(few, X)
+    )
+    table = np.random.default_rng(3).normal(size=(64, 64)).astype("float32")
+
+    def fn(both, x):
+        return both["model"](x) @ both["table"]
+
+    args = {"model": Norm(), "table": table}
+    few = {"model": jaxmp.quantize(Norm(), "int4"), "table": jaxmp.quantize(table, "int4")}
+    np.testing.assert_array_equal(
+        jaxmp.autocast(fn, trains)(args, X), jaxmp.autocast(fn, LOW)(few, X)
+    )
+
+
 def test_training_in_float32_for_few_bits():
     params, x = params_of_function()
     got = jaxmp.autocast(function, "float32,weights=int8")(params, x)
