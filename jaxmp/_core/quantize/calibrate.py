@@ -32,7 +32,7 @@ _LOOKED_UP = flagged(Flag.LOOKING_UP) | {"dynamic_slice"}
 _NAMED = 5  # of the weights that are not calibrated
 
 
-class Target(NamedTuple):
+class Selected(NamedTuple):
     """A weight that is to be rounded.
 
     Attributes:
@@ -49,13 +49,13 @@ class Target(NamedTuple):
 
 
 def calibrated(
-    calibrate: Any, targets: Sequence[Target], placed: Callable[[Sequence[Any]], Any]
+    calibrate: Any, selected: Sequence[Selected], placed: Callable[[Sequence[Any]], Any]
 ) -> list[Scaled | None]:
     """Rounds weights for the inputs that a function multiplies them by.
 
     Args:
       calibrate: a function of parameters and a batch, and an iterable of batches.
-      targets: the weights.
+      selected: the weights.
       placed: returns the parameters with other arrays in place of the weights.
 
     Returns:
@@ -68,14 +68,14 @@ def calibrated(
         finite, or the function multiplies by none of the weights.
     """
     fn, batches = _pair(calibrate)
-    for target in targets:
-        _check_concrete(target)
-    arrays = [jnp.asarray(target.array) for target in targets]
+    for weight in selected:
+        _check_concrete(weight)
+    arrays = [jnp.asarray(weight.array) for weight in selected]
     found, gradients, others = _moments(fn, batches, arrays, placed)
     results: list[Scaled | None] = []
     why: dict[str, str] = {}
-    for i, target in enumerate(targets):
-        moments, path = found.get(i, []), target.path
+    for i, weight in enumerate(selected):
+        moments, path = found.get(i, []), weight.path
         if others.get(i, set()) & _LOOKED_UP:
             moments = [_with_lookups(one, gradients.get((i, one.contracted))) for one in moments]
         for one in moments:
@@ -91,7 +91,7 @@ def calibrated(
             why[path] = f"read by {read}" if read else "not read"
         elif len(moments) > 1:
             why[path] = "multiplied along several axes"
-        elif (rounded := _rounded(target, moments[0])) is None:
+        elif (rounded := _rounded(weight, moments[0])) is None:
             why[path] = "with scales that several products share"
         else:
             results[-1] = rounded
@@ -151,12 +151,12 @@ def _pair(calibrate: Any) -> tuple[Callable[..., Any], Iterable[Any]]:
     return fn, batches
 
 
-def _check_concrete(target: Target) -> None:
-    if is_tracer(target.array) or isinstance(target.array, jax.ShapeDtypeStruct):
-        kind = "traced" if is_tracer(target.array) else "a shape without numbers"
+def _check_concrete(weight: Selected) -> None:
+    if is_tracer(weight.array) or isinstance(weight.array, jax.ShapeDtypeStruct):
+        kind = "traced" if is_tracer(weight.array) else "a shape without numbers"
         raise TypeError(
             "quantize: calibrate runs its function on the weights, and "
-            f"{target.path or 'the leaf'} is {kind}: call quantize with arrays, outside of jax.jit."
+            f"{weight.path or 'the leaf'} is {kind}: call quantize with arrays, outside of jax.jit."
         )
 
 
@@ -254,9 +254,9 @@ def _kind(leaf: Any) -> Any:
     return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
 
 
-def _rounded(target: Target, moments: Moments) -> Scaled | None:
+def _rounded(weight: Selected, moments: Moments) -> Scaled | None:
     """Rounds a weight; returns None if scales are shared along an axis of several moments."""
-    array, shape, counts = _on_one_device(target.array), target.array.shape, target.counts
+    array, shape, counts = _on_one_device(weight.array), weight.array.shape, weight.counts
     batch, contracted, found = moments.batch, moments.contracted, _on_one_device(moments.array)
     if any(counts[a] != shape[a] for a in batch):
         return None
@@ -277,7 +277,7 @@ def _rounded(target: Target, moments: Moments) -> Scaled | None:
     ahead = [1 + contracted.index(a) for a in rows]
     by_axis = jnp.transpose(by_axis, (0, *ahead, *(i + len(rows) for i in ahead)))
     matrices = jnp.transpose(array, order).reshape(size, into, out).astype(jnp.float32)
-    values, scale = _each(matrices, by_axis.reshape(size, into, into), target.format, blocks)
+    values, scale = _each(matrices, by_axis.reshape(size, into, into), weight.format, blocks)
     back = [order.index(a) for a in range(array.ndim)]
     values = jnp.transpose(values.reshape([shape[a] for a in order]), back)
     return Scaled(values, jnp.transpose(scale.reshape([counts[a] for a in order]), back))

@@ -20,7 +20,7 @@ from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
-from jaxmp._core.quantize.calibrate import Target, calibrated
+from jaxmp._core.quantize.calibrate import Selected, calibrated
 from jaxmp._core.quantize.select import Candidate, names_of, rules_of, why_not
 from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
 from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, check_granularity
@@ -142,7 +142,7 @@ def quantize(
         )
     rules = rules_of(format, granularity, block_size)
     leaves: list[Candidate] = []
-    targets: dict[int, Target] = {}
+    selected: dict[int, Selected] = {}
 
     def look(path: tuple[str, ...], leaf: Any) -> Any:
         if is_quantized(leaf):
@@ -155,19 +155,19 @@ def quantize(
         shape = _shape(leaf) if reason else tuple(np.shape(leaf))
         leaves.append(Candidate(path, shape, reason))
         if not reason and (fmt := rules(path)) is not None:
-            targets[len(leaves) - 1] = _target(path, leaf, fmt)
+            selected[len(leaves) - 1] = _selected(path, leaf, fmt)
         return leaf
 
     def replace(_: tuple[str, ...], leaf: Any) -> Any:
         number = next(numbers)
-        if (target := targets.get(number)) is None:
+        if (weight := selected.get(number)) is None:
             return leaf
         if straight_through:
-            return round_weight(target)
-        return store_weight(target, known.get(number))
+            return round_weight(weight)
+        return store_weight(weight, known.get(number))
 
     def placed(arrays: Sequence[Any]) -> T:
-        by_number = dict(zip(targets, arrays, strict=True))
+        by_number = dict(zip(selected, arrays, strict=True))
         numbers = itertools.count()
         whole: T = map_parameters(lambda _, leaf: by_number.get(next(numbers), leaf), params)
         return whole
@@ -176,38 +176,40 @@ def quantize(
     rules.check(leaves)
     known = {}
     if calibrate is not None:
-        known = dict(zip(targets, calibrated(calibrate, [*targets.values()], placed), strict=True))
+        known = dict(
+            zip(selected, calibrated(calibrate, [*selected.values()], placed), strict=True)
+        )
     numbers = itertools.count()
     out: T = map_parameters(replace, params)
     return out
 
 
-def _target(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> Target:
+def _selected(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> Selected:
     """Describes what a weight, at a path in the tree of parameters, is rounded to."""
     name = path[-1] if path else ""
     counts = scale_shape(name, np.shape(leaf), fmt.granularity, fmt.block_size)
-    return Target("/".join(path), leaf, fmt.format, tuple(counts))
+    return Selected("/".join(path), leaf, fmt.format, tuple(counts))
 
 
-def store_weight(target: Target, known: Scaled | None = None) -> QuantizedArray:
+def store_weight(weight: Selected, known: Scaled | None = None) -> QuantizedArray:
     """Stores a weight in few bits: to the nearest, or as values and scales that are known."""
-    x = target.array
+    x = weight.array
     still = lax.stop_gradient(x) if is_tracer(x) else x
-    return _quantized(target._replace(array=still), known)
+    return _quantized(weight._replace(array=still), known)
 
 
-def round_weight(target: Target) -> jax.Array:
+def round_weight(weight: Selected) -> jax.Array:
     """Returns a weight as it will be stored, with the derivative of the identity."""
     with jax.named_scope(CAST):
-        few = store_weight(target)
-    return array_of(dataclasses.replace(few, master=target.array))
+        few = store_weight(weight)
+    return array_of(dataclasses.replace(few, master=weight.array))
 
 
 def trained_as_stored(path: tuple[str, ...], leaf: Any, fmt: WeightFormat | None) -> Any:
     """Returns a parameter as a model reads it under ``weights``: itself if it is not a matrix."""
     if fmt is None or why_not(path, leaf, MIN_SIZE):
         return leaf
-    return round_weight(_target(path, leaf, fmt))
+    return round_weight(_selected(path, leaf, fmt))
 
 
 def dequantize(tree: T) -> T:
@@ -287,8 +289,8 @@ def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
     return value.dequantize() if is_quantized(value) and not abstract else value
 
 
-def _quantized(target: Target, known: Scaled | None) -> QuantizedArray:
-    path, x, fmt, shape = target
+def _quantized(weight: Selected, known: Scaled | None) -> QuantizedArray:
+    path, x, fmt, shape = weight
     if known is not None:
         values, scale = known
     elif isinstance(x, jax.ShapeDtypeStruct):
