@@ -75,12 +75,12 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         shares a scale: "int4@row", "int4@tensor", "int4@32", blocks of so many; None: the dtype
         that they have. The matrices of at least 4,096 elements among the parameters are rounded,
         from the values that they have, where the model reads them: the forward pass is, to the bit,
-        the served one, the gradient that of the identity. A product multiplies them in the compute
-        dtype.
+        the served one, and the gradient ignores the rounding. A product multiplies them in the
+        compute dtype.
       activations: The 8 bits in which activations are multiplied with weights in few bits, those
         that are trained with `weights` and those that `jaxmp.quantize` stored with one scale for
         each sum: "int8", with integers, or "float8", with floats; None: the compute dtype. Each row
-        has a scale of its own, from its largest magnitude. Their gradient is that of the identity.
+        has a scale of its own, from its largest magnitude. Their gradient ignores the rounding.
       residuals: What is saved for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_products` saves: float32 and
         elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,

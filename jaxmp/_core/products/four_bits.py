@@ -36,7 +36,7 @@ _E4M3: Final = ALL_FORMATS["e4m3"]
 
 
 class FourBits(NamedTuple):
-    """Matrices in 4 bits: values times the scale of their block times that of all of them.
+    """Matrices in 4 bits: values, times a scale for each block, times one for all.
 
     Attributes:
       values: e2m1[batch, rows, sums].
@@ -106,7 +106,7 @@ def quantize_four(x: Any, block: Sequence[int], *, e4m3: bool, stochastic: bool)
 
 
 def _float32(x: Any) -> Any:
-    """Casts to float32, and rounds bfloat16 again, which XLA may have left out: other bits."""
+    """Casts to float32, and rounds bfloat16 again, which XLA may have dropped: other bits."""
     if x.dtype == jnp.bfloat16:  # `lax.reduce_precision` to float16 would drop subnormal numbers
         x = lax.reduce_precision(x, 8, 7)
     return x.astype(np.float32)
