@@ -27,5 +27,5 @@ def test_a_notebook_is_short_and_found(path):
     assert len(pictures) == 1
 
 
-def test_there_are_eight():
-    assert len(NOTEBOOKS) == 8
+def test_there_are_nine():
+    assert len(NOTEBOOKS) == 9

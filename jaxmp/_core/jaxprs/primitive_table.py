@@ -69,6 +69,8 @@ class Flag(enum.Flag):
     MOVING = enum.auto()
     # One of `MOVING` that neither drops nor repeats an element.
     REORDERING = enum.auto()
+    # Its result is its operand, in another dtype, layout or place perhaps.
+    IDENTITY = enum.auto()
     # Takes or joins parts of values, each unchanged.
     IN_PARTS = enum.auto()
     # Joins operands, or an operand and its padding.
@@ -153,7 +155,8 @@ _ROWS = {
         top_k: exact
         approx_top_k mulhi
         rem: simple rounding
-        nextafter reduce_precision: simple exact
+        nextafter: simple exact
+        reduce_precision: simple exact identity
     """,
     # Elementwise, bounded error: as good in 16 bits as their operands are.
     "promote": """
@@ -184,14 +187,15 @@ _ROWS = {
         slice dynamic_slice split: simple unmeasured moving in_parts
         broadcast_in_dim: simple unmeasured moving in_parts repeating folded
         tile: simple unmeasured moving repeating
-        unstack copy: simple unmeasured moving
-        stop_gradient: simple unmeasured
+        unstack: simple unmeasured moving
+        copy: simple unmeasured moving identity
+        stop_gradient: simple unmeasured identity
         gather: simple looking_up in_parts repeating
         dynamic_update_slice: polymorphic writing
         # Of those, what names its operand, or places it on devices.
-        name optimization_barrier: uncached simple unmeasured
-        sharding_constraint pvary: uncached simple unmeasured crossing
-        reshard: uncached polymorphic unmeasured crossing
+        name optimization_barrier: uncached simple unmeasured identity
+        sharding_constraint pvary: uncached simple unmeasured crossing identity
+        reshard: uncached polymorphic unmeasured crossing identity
         ppermute all_to_all: uncached polymorphic crossing sending
         all_gather all_gather_invariant all_gather_reduced: uncached polymorphic crossing
         pmax pmin: uncached polymorphic
@@ -199,13 +203,14 @@ _ROWS = {
         # …_p: as JAX 0.10 spells it, and the next
         reduced_vary_cast reduced_vary_cast_p: uncached cheap crossing
         vary_unreduced_cast vary_unreduced_cast_p: uncached cheap
-        layout_constraint: uncached cheap
+        layout_constraint: uncached cheap identity
         ragged_all_to_all: uncached writing
-        device_put pbroadcast_dynamic: uncached
+        device_put: uncached identity
+        pbroadcast_dynamic: uncached
     """,
     # On purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
     "as_written": """
-        convert_element_type: simple linear folded exact
+        convert_element_type: simple linear folded exact identity
         bitcast_convert_type iota: cheap exact
         empty empty2 and or xor not clz population_count: cheap
         shift_left shift_right_arithmetic shift_right_logical complex conj fft: cheap

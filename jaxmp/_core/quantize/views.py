@@ -11,21 +11,9 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs.compat import kind, shape_of
 from jaxmp._core.jaxprs.equation_parameters import broadcast_axes, permutation, permutes
+from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 
-# Each element of the result is that element of the operand, in another dtype perhaps.
-_AS_IT_IS = {
-    "convert_element_type",
-    "copy",
-    "device_put",
-    "layout_constraint",
-    "name",
-    "optimization_barrier",
-    "pvary",
-    "reduce_precision",
-    "reshard",
-    "sharding_constraint",
-    "stop_gradient",
-}
+_AS_IT_IS = flagged(Flag.IDENTITY)
 
 
 @dataclasses.dataclass(frozen=True)
