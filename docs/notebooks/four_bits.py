@@ -26,7 +26,7 @@ grids = {
 plt.figure(figsize=(6.4, 1.6))
 for i, grid in enumerate(grids.values()):
     plt.plot(np.asarray(grid.astype(jnp.float32)), [-i] * len(grid), "|", markersize=20)
-plt.yticks((0, -1), grids)
+plt.setp(plt.gca(), yticks=(0, -1), yticklabels=grids, ylim=(-1.7, 0.7))
 
 
 # %% [markdown]
