@@ -32,7 +32,7 @@ _LOOKED_UP = flagged(Flag.LOOKING_UP) | {"dynamic_slice"}
 _NAMED = 5  # of the weights that are not calibrated
 
 
-class Selected(NamedTuple):
+class ToRound(NamedTuple):
     """A weight that is to be rounded.
 
     Attributes:
@@ -49,7 +49,7 @@ class Selected(NamedTuple):
 
 
 def calibrated(
-    calibrate: Any, selected: Sequence[Selected], placed: Callable[[Sequence[Any]], Any]
+    calibrate: Any, selected: Sequence[ToRound], placed: Callable[[Sequence[Any]], Any]
 ) -> list[Scaled | None]:
     """Rounds weights for the inputs that a function multiplies them by.
 
@@ -151,7 +151,7 @@ def _pair(calibrate: Any) -> tuple[Callable[..., Any], Iterable[Any]]:
     return fn, batches
 
 
-def _check_concrete(weight: Selected) -> None:
+def _check_concrete(weight: ToRound) -> None:
     if is_tracer(weight.array) or isinstance(weight.array, jax.ShapeDtypeStruct):
         kind = "traced" if is_tracer(weight.array) else "a shape without numbers"
         raise TypeError(
@@ -254,7 +254,7 @@ def _kind(leaf: Any) -> Any:
     return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
 
 
-def _rounded(weight: Selected, moments: Moments) -> Scaled | None:
+def _rounded(weight: ToRound, moments: Moments) -> Scaled | None:
     """Rounds a weight; returns None if scales are shared along an axis of several moments."""
     array, shape, counts = _on_one_device(weight.array), weight.array.shape, weight.counts
     batch, contracted, found = moments.batch, moments.contracted, _on_one_device(moments.array)

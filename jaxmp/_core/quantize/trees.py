@@ -20,7 +20,7 @@ from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
-from jaxmp._core.quantize.calibrate import Selected, calibrated
+from jaxmp._core.quantize.calibrate import ToRound, calibrated
 from jaxmp._core.quantize.select import Candidate, names_of, rules_of, why_not
 from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
 from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, check_granularity
@@ -142,7 +142,7 @@ def quantize(
         )
     rules = rules_of(format, granularity, block_size)
     leaves: list[Candidate] = []
-    selected: dict[int, Selected] = {}
+    selected: dict[int, ToRound] = {}
 
     def look(path: tuple[str, ...], leaf: Any) -> Any:
         if is_quantized(leaf):
@@ -184,21 +184,21 @@ def quantize(
     return out
 
 
-def _selected(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> Selected:
+def _selected(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> ToRound:
     """Describes what a weight, at a path in the tree of parameters, is rounded to."""
     name = path[-1] if path else ""
     counts = scale_shape(name, np.shape(leaf), fmt.granularity, fmt.block_size)
-    return Selected("/".join(path), leaf, fmt.format, tuple(counts))
+    return ToRound("/".join(path), leaf, fmt.format, tuple(counts))
 
 
-def store_weight(weight: Selected, known: Scaled | None = None) -> QuantizedArray:
+def store_weight(weight: ToRound, known: Scaled | None = None) -> QuantizedArray:
     """Stores a weight in few bits: to the nearest, or as values and scales that are known."""
     x = weight.array
     still = lax.stop_gradient(x) if is_tracer(x) else x
     return _quantized(weight._replace(array=still), known)
 
 
-def round_weight(weight: Selected) -> jax.Array:
+def round_weight(weight: ToRound) -> jax.Array:
     """Returns a weight as it will be stored, with the derivative of the identity."""
     with jax.named_scope(CAST):
         few = store_weight(weight)
@@ -289,7 +289,7 @@ def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
     return value.dequantize() if is_quantized(value) and not abstract else value
 
 
-def _quantized(weight: Selected, known: Scaled | None) -> QuantizedArray:
+def _quantized(weight: ToRound, known: Scaled | None) -> QuantizedArray:
     path, x, fmt, shape = weight
     if known is not None:
         values, scale = known
