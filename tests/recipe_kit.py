@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,8 @@ import numpy as np
 from jaxmp._core.decide.by_recipe import kind_of
 from jaxmp._core.products.derivative import contract
 from jaxmp._core.products.product import Sides
+from jaxmp._tools.preflight.compile_ahead import compile_ahead
+from jaxmp._tools.speed.target import parse_target
 from jaxmp.recipes import FORMATS
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -122,3 +125,22 @@ def errors(fn, name, draws):
     if name == "heavy tails":
         return np.sqrt(off / norm).mean(0)
     return np.sqrt(off.sum(0) / norm.sum(0))
+
+
+def compiled_products(chip, recipe):
+    """The program of a layer's three products, compiled for a GPU that is not here."""
+    target = parse_target(chip)
+    if "dnn_version:" not in target.config:  # without it XLA knows of no block-scaled product
+        device = 'gpu_device_info {\n  dnn_version: "9.10.0"'
+        config = target.config.replace("gpu_device_info {", device, 1)
+        target = dataclasses.replace(target, config=config)
+
+    def step(x, w, g):
+        y, vjp = jax.vjp(product(recipe), x, w)
+        return y, *vjp(g)
+
+    shapes = ((256, 528), (528, 400), (256, 400))  # multiples of 16, not of 32
+    args = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    (result,) = compile_ahead(target, [step], args, (), [str(recipe)])
+    assert result.program is not None, result.error
+    return result.program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -14,12 +13,19 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from recipe_kit import DENSE, all_three, family, operands, planned, product, wanted
+from recipe_kit import (
+    DENSE,
+    all_three,
+    compiled_products,
+    family,
+    operands,
+    planned,
+    product,
+    wanted,
+)
 
 from jaxmp._core.products import four_bits
 from jaxmp._core.products.four_bits import quantize_four, read_four
-from jaxmp._tools.preflight.compile_ahead import compile_ahead
-from jaxmp._tools.speed.target import parse_target
 from jaxmp.recipes import mxfp4, nvfp4, parse_recipe
 
 from support import needs_gpu_compiler, relative, slow_when
@@ -413,20 +419,7 @@ def test_inside_a_shard_map(native, monkeypatch):
 )
 def test_library_calls(chip, recipe, calls):
     """The hardware's own product where there is one, of operands in 4 bits."""
-    target = parse_target(chip)
-    if "dnn_version:" not in target.config:  # without it XLA knows of no block-scaled product
-        device = 'gpu_device_info {\n  dnn_version: "9.10.0"'
-        config = target.config.replace("gpu_device_info {", device, 1)
-        target = dataclasses.replace(target, config=config)
-
-    def step(x, w, g):
-        y, vjp = jax.vjp(product(recipe), x, w)
-        return y, *vjp(g)
-
-    shapes = ((256, 528), (528, 400), (256, 400))  # multiples of 16, not of 32
-    args = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    (result,) = compile_ahead(target, [step], args, (), [str(recipe)])
-    assert result.program is not None, result.error
-    assert result.program.library_calls == calls
+    program = compiled_products(chip, recipe)
+    assert program.library_calls == calls
     native = "blockScaledDot" in str(calls)
-    assert len(result.program.products_in_8_bits) == (3 if native else 0)
+    assert len(program.products_in_8_bits) == (3 if native else 0)

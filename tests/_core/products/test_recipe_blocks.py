@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from recipe_kit import (
     DENSE,
     FAMILIES,
     all_three,
+    compiled_products,
     family,
     operands,
     planned,
@@ -28,8 +28,6 @@ from recipe_kit import (
 import jaxmp
 from jaxmp._core.products import blockwise
 from jaxmp._core.speed import chip_for, chip_of
-from jaxmp._tools.preflight.compile_ahead import compile_ahead
-from jaxmp._tools.speed.target import parse_target
 from jaxmp.recipes import blockwise_float8, float8, mxfp8
 
 from support import needs_gpu_compiler, relative, slow_when
@@ -300,18 +298,5 @@ def test_inside_a_shard_map(recipe, native, monkeypatch):
 )
 def test_library_calls(chip, recipe, calls):
     """The hardware's own product where there is one; no loops, which XLA makes of one elsewhere."""
-    target = parse_target(chip)
-    if "dnn_version:" not in target.config:  # without it XLA knows of no block-scaled product
-        device = 'gpu_device_info {\n  dnn_version: "9.10.0"'
-        config = target.config.replace("gpu_device_info {", device, 1)
-        target = dataclasses.replace(target, config=config)
-
-    def step(x, w, g):
-        y, vjp = jax.vjp(product(recipe), x, w)
-        return y, *vjp(g)
-
-    shapes = ((256, 528), (528, 400), (256, 400))  # multiples of 16, not of 32
-    args = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    (result,) = compile_ahead(target, [step], args, (), [str(recipe)])
-    assert result.program is not None, result.error
-    assert result.program.library_calls == calls
+    program = compiled_products(chip, recipe)
+    assert program.library_calls == calls
