@@ -121,7 +121,7 @@ def test_eight_devices_round_as_one(recipe, split):
 @slow_when(lambda recipe: recipe == "mxfp4")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rematerialized_and_scanned_layers_round_as_others(recipe):
-    """To the bit, where what they round is the same: with other bits, a tenth apart.
+    """But for the order of float32 sums, where what they round is the same: else a tenth apart.
 
     Of a relu it is; of what XLA computes with more precision than bfloat16, as tanh, it may differ.
     """
@@ -147,7 +147,7 @@ def test_rematerialized_and_scanned_layers_round_as_others(recipe):
     want = gradient(looped(layer))(p, x)
     again = jax.checkpoint(layer)
     for run in (looped(again), scanned(layer), scanned(again)):
-        np.testing.assert_array_equal(gradient(run)(p, x), want)
+        assert relative(gradient(run)(p, x), want) < 1e-5
 
 
 def test_a_linen_model_learns_and_switches_its_forward_pass_to_16_bits():
