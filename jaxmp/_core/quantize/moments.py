@@ -20,7 +20,7 @@ from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded, T
 from jaxmp._core.jaxprs.equation_parameters import dot_axes, gather, in_groups, layout, window
 from jaxmp._core.jaxprs.higher_order import Inner, inside, rebuild
 from jaxmp._core.jaxprs.walk import evaluate
-from jaxmp._core.quantize.reads import Lookup, Read
+from jaxmp._core.quantize.reads import Lookup, Read, counted_moments
 from jaxmp._core.quantize.views import View
 
 _ADDED = Join(0, jnp.add)
@@ -89,8 +89,7 @@ class Gatherer:
         found = {}
         for name, grad in grads.items():
             rows = jnp.moveaxis(grad, self.lookups[name].axis, -1).astype(jnp.float32)
-            rows = rows.reshape(-1, rows.shape[-1])
-            found[name] = jnp.matmul(rows.T, rows, precision=lax.Precision.HIGHEST)
+            found[name] = counted_moments(rows.reshape(-1, rows.shape[-1]))
         return moments, found
 
     def _whole(
@@ -296,8 +295,7 @@ class Gatherer:
         rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
         # Without tangents, which a backward pass would keep.
         rows = lax.stop_gradient(rows.astype(jnp.float32))
-        moments = jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
-        return {name: Extra(moments, _ADDED)}
+        return {name: Extra(counted_moments(rows), _ADDED)}
 
 
 def _replicated(x: Any) -> Any:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmp._core.quantize.views import View
 
@@ -16,12 +17,15 @@ class Moments(NamedTuple):
     Attributes:
       batch: the axes of the weight along which there are several: of layers, of experts.
       contracted: the axes that products sum over.
-      array: float32[*batch, in, in], where ``in`` is all of the contracted axes, in their order.
+      array: float32[n, in, in], one for each index of the batch axes, where ``in`` is all of the
+        contracted axes, in their order.
+      count: float32[n], of how many inputs each is the sum.
     """
 
     batch: tuple[int, ...]
     contracted: tuple[int, ...]
     array: Any
+    count: Any
 
 
 class Read(NamedTuple):
@@ -52,8 +56,27 @@ class Lookup(NamedTuple):
     like: Any
 
 
+def counted_moments(rows: Any) -> Any:
+    """Returns the sum of ``x xᵀ`` over rows, with how many of them are not zero at its end.
+
+    Args:
+      rows: float32[..., rows, in].
+
+    Returns:
+      float32[..., in + 1, in + 1]. These can be added as they are.
+    """
+    counts = jnp.any(rows != 0, axis=-1, keepdims=True).astype(rows.dtype)
+    rows = jnp.concatenate([rows, counts], axis=-1)
+    return jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
+
+
 def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[Moments]]:
-    """Returns the moments of each weight: one of each way in which its axes are multiplied."""
+    """Returns the moments of each weight: one of each way in which its axes are multiplied.
+
+    Args:
+      reads: the reads, by name.
+      found: the sums that `counted_moments` returns, by the same names.
+    """
     summed: dict[int, dict[tuple[Any, Any], Any]] = defaultdict(dict)
     for name, array in found.items():
         view, batch, contracted = reads[name]
@@ -66,6 +89,6 @@ def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[M
         old = summed[view.weight].get(axes)
         summed[view.weight][axes] = array if old is None else old + array
     return {
-        weight: [Moments(*axes, array) for axes, array in several.items()]
+        weight: [Moments(*axes, x[:, :-1, :-1], x[:, -1, -1]) for axes, x in several.items()]
         for weight, several in summed.items()
     }
