@@ -293,7 +293,7 @@ def _on_one_device(x: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _each(weights: Any, moments: Any, count: Any, fmt: Format, block: tuple[int, int]) -> Scaled:
-    def one(each: tuple[Any, Any, Any]) -> Scaled:
+    def one(each: tuple[Any, Any, Any]) -> Any:
         w, moments, count = each
         return round_for(w, shrunk(moments, count), fmt=fmt, block=block)
 
