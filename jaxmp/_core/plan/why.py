@@ -88,6 +88,7 @@ class Kind(enum.StrEnum):
     INTENDED = ""  # not quantized on purpose: it is not a layer, or the last one
     STORED = " (stored values, scaled after)"
     STORED_WITH = " (stored values, activations in {}, scaled after)"
+    STORED_RANGE = " (stored values, activations in {} of a stored range, scaled after)"
     SOFTMAX = " (of a softmax: its probabilities are kept in {bits}, and nothing else of it)"
     PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
     FUSED = "; attention, computed by {} on {}"
