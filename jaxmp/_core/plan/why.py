@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from jaxmp.formats import bits_in_words
+
 
 class Kind(enum.StrEnum):
     """The kind of a reason; its value is the sentence, with ``{}`` for each detail.
@@ -173,16 +175,19 @@ class Skipped(NamedTuple):
     Attributes:
       why: the reason, in words.
       intended: whether that is intended: it is not a layer, or the last one.
+      bits: the bits that the recipe multiplies in, in words.
     """
 
     why: str
     intended: bool = False
+    bits: str = bits_in_words(())
 
 
 def skipped(why: Why) -> Skipped | None:
     """Returns why the recipe of a policy does not multiply the contraction of a step, or None."""
     note = why.note(Kind.NOT_QUANTIZED)
-    return note and Skipped(note.details[0], intended=why.note(Kind.INTENDED) is not None)
+    intended = why.note(Kind.INTENDED) is not None
+    return note and Skipped(note.details[0], intended=intended, bits=note.details[2])
 
 
 def unfused(why: Why) -> str:
