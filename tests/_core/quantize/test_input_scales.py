@@ -177,6 +177,25 @@ def test_a_weight_without_one_has_scales_of_rows_and_is_warned_of():
     np.testing.assert_array_equal(got, jaxmp.autocast(product, f"{LOW},activations=int8")(plain, X))
 
 
+def test_a_program_that_sums_otherwise_than_the_calibrated_one_has_scales_of_rows():
+    few = stored(STACK, scanned)  # a scale for each layer, whose axis is one of results here
+
+    def at_once(w, x):
+        return jnp.einsum("bti,lio->lbto", x, w)
+
+    with pytest.warns(UserWarning, match="no scale is stored"):
+        got = jaxmp.autocast(at_once, SERVED)(few, X)
+    np.testing.assert_array_equal(got, jaxmp.autocast(at_once, f"{LOW},activations=int8")(few, X))
+
+
+def test_a_scale_that_layers_share_is_read_by_a_scan():
+    few = stored(STACK, lambda w, x: jnp.einsum("bti,lio->lbto", x, w))
+    assert few.input_scale.shape == (1, 1, 1)
+    got = jaxmp.autocast(scanned, SERVED)(few, BATCHES[0])
+    want = scanned(few.dequantize(), BATCHES[0])
+    assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
+
+
 # --- the field ----------------------------------------------------------------------------------
 
 
