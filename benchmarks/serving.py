@@ -1,6 +1,7 @@
 """What serving takes with weights in 16, 8 and 4 bits: memory ahead of time, and the loss.
 
     python benchmarks/serving.py memory --target gpu-h100 --target tpu-v5e
+    python benchmarks/serving.py memory --target tpu7x --target gpu-b200 --shape 0
     python benchmarks/serving.py scan --target gpu-h100 --target tpu-v5e
     python benchmarks/serving.py accuracy
 
@@ -211,7 +212,7 @@ def main() -> None:
     of_memory = commands.add_parser("memory")
     of_scan = commands.add_parser("scan")
     for command in (of_memory, of_scan):
-        command.add_argument("--target", action="append", choices=TARGETS)
+        command.add_argument("--target", action="append", choices=jaxmp.devices.chips())
         command.add_argument("--weights", action="append", choices=FORMATS)
     of_memory.add_argument("--shape", action="append", type=int, choices=range(len(SHAPES)))
     of_accuracy = commands.add_parser("accuracy")

@@ -21,7 +21,7 @@ from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.trace import holds_modules, is_array, name_of, trace
 from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.products.scaled import Scaled, scale_of
-from jaxmp._core.quantize.gptq import round_for
+from jaxmp._core.quantize.gptq import round_for, shrunk
 from jaxmp._core.quantize.moments import Gatherer
 from jaxmp._core.quantize.reads import Moments, by_weight
 from jaxmp.formats import Format
@@ -303,7 +303,9 @@ def _rounded(weight: ToRound, moments: Moments) -> Scaled | None:
     ahead = [1 + contracted.index(a) for a in rows]
     by_axis = jnp.transpose(by_axis, (0, *ahead, *(i + len(rows) for i in ahead)))
     matrices = jnp.transpose(array, order).reshape(size, into, out).astype(jnp.float32)
-    values, scale = _each(matrices, by_axis.reshape(size, into, into), weight.format, blocks)
+    by_axis = by_axis.reshape(size, into, into)
+    count = _on_one_device(moments.count)
+    values, scale = _each(matrices, by_axis, count, weight.format, blocks)
     back = [order.index(a) for a in range(array.ndim)]
     values = jnp.transpose(values.reshape([shape[a] for a in order]), back)
     return Scaled(values, jnp.transpose(scale.reshape([counts[a] for a in order]), back))
@@ -315,8 +317,11 @@ def _on_one_device(x: Any) -> jax.Array:
     return jnp.asarray(np.asarray(x) if sharded else x)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _each(weights: Any, moments: Any, fmt: Format, block: tuple[int, int]) -> Scaled:
-    one = functools.partial(round_for, fmt=fmt, block=block)
-    rounded: Scaled = lax.map(lambda pair: one(*pair), (weights, moments))
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _each(weights: Any, moments: Any, count: Any, fmt: Format, block: tuple[int, int]) -> Scaled:
+    def one(each: tuple[Any, Any, Any]) -> Any:
+        w, moments, count = each
+        return round_for(w, shrunk(moments, count), fmt=fmt, block=block)
+
+    rounded: Scaled = lax.map(one, (weights, moments, count))
     return rounded

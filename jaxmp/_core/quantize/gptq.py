@@ -85,6 +85,33 @@ def round_for(w: Any, moments: Any, fmt: Format, block: tuple[int, int]) -> Scal
     )
 
 
+def shrunk(moments: Any, count: Any) -> Any:
+    """Shrinks moments of a few inputs toward their diagonal: those of more are closer to it.
+
+    Of fewer inputs than a row has weights, an error that is zero for all of them can be large for
+    the next one.
+
+    Args:
+      moments: float32[in, in], the sum of ``x xᵀ`` over the inputs.
+      count: of how many.
+
+    Returns:
+      float32[in, in]; the diagonal is as before.
+
+    Source: Chen et al., "Shrinkage Algorithms for MMSE Covariance Estimation" (2010), OAS, of the
+    correlations.
+    """
+    diagonal = jnp.diagonal(moments)
+    spreads = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))
+    size = jnp.sum(diagonal > 0)
+    squares = jnp.sum(jnp.square(moments / spreads / spreads[:, None]))
+    two = 2 / jnp.maximum(size, 1)
+    others = (count + 1 - two) * (squares - size)
+    share = jnp.where(others > 0, ((1 - two) * squares + size**2) / others, 1)
+    share = jnp.clip(share, 0, 1)
+    return jnp.where(jnp.eye(len(moments), dtype=bool), moments, (1 - share) * moments)
+
+
 def _error(w: Any, moments: Any, rounded: Scaled, block: tuple[int, int]) -> Any:
     """Returns the error of the product, for each group of columns that share scales."""
     off = w - _numbers(rounded.values, spread(rounded.scale, w.shape, block))

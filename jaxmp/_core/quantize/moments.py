@@ -20,7 +20,7 @@ from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded, T
 from jaxmp._core.jaxprs.equation_parameters import dot_axes, gather, in_groups, layout, window
 from jaxmp._core.jaxprs.higher_order import Inner, inside, rebuild
 from jaxmp._core.jaxprs.walk import evaluate
-from jaxmp._core.quantize.reads import Lookup, Read
+from jaxmp._core.quantize.reads import Lookup, Read, counted_moments
 from jaxmp._core.quantize.views import View
 
 _IN_PLACE = compat.CALLS.keys() - {"shard_map"}
@@ -88,8 +88,7 @@ class Gatherer:
         found = {}
         for name, grad in grads.items():
             rows = jnp.moveaxis(grad, self.lookups[name].axis, -1).astype(jnp.float32)
-            rows = rows.reshape(-1, rows.shape[-1])
-            found[name] = jnp.matmul(rows.T, rows, precision=lax.Precision.HIGHEST)
+            found[name] = counted_moments(rows.reshape(-1, rows.shape[-1]))
         return moments, found
 
     def merged(self, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -300,8 +299,8 @@ class Gatherer:
         rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
         # Without tangents, which a backward pass would keep.
         rows = lax.stop_gradient(rows.astype(jnp.float32))
-        moments = jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
-        found = {read: moments, read._replace(largest=True): jnp.abs(rows).max((-2, -1), initial=0)}
+        largest = jnp.abs(rows).max((-2, -1), initial=0)
+        found = {read: counted_moments(rows), read._replace(largest=True): largest}
         self.reads.update((repr(each), each) for each in found)
         return {repr(each): self._extra(repr(each), value) for each, value in found.items()}
 

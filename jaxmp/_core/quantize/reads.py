@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmp._core.quantize.views import View
 
@@ -17,13 +18,16 @@ class Moments(NamedTuple):
     Attributes:
       batch: the axes of the weight along which there are several: of layers, of experts.
       contracted: the axes that products sum over.
-      array: float32[*batch, in, in], where ``in`` is all of the contracted axes, in their order.
-      largest: float32[*batch], the largest magnitude among the inputs; None of gradients.
+      array: float32[n, in, in], one for each index of the batch axes, where ``in`` is all of the
+        contracted axes, in their order.
+      count: float32[n], of how many inputs each is the sum.
+      largest: float32[n], the largest magnitude among them; None of gradients.
     """
 
     batch: tuple[int, ...]
     contracted: tuple[int, ...]
     array: Any
+    count: Any
     largest: Any = None
 
 
@@ -62,8 +66,27 @@ class Lookup(NamedTuple):
     like: Any
 
 
+def counted_moments(rows: Any) -> Any:
+    """Returns the sum of ``x xᵀ`` over rows, with how many of them are not zero at its end.
+
+    Args:
+      rows: float32[..., rows, in].
+
+    Returns:
+      float32[..., in + 1, in + 1]. These can be added as they are.
+    """
+    counts = jnp.any(rows != 0, axis=-1, keepdims=True).astype(rows.dtype)
+    rows = jnp.concatenate([rows, counts], axis=-1)
+    return jnp.einsum("...ti,...tj->...ij", rows, rows, precision=lax.Precision.HIGHEST)
+
+
 def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[Moments]]:
-    """Returns the moments of each weight: one of each way in which its axes are multiplied."""
+    """Returns the moments of each weight: one of each way in which its axes are multiplied.
+
+    Args:
+      reads: the reads, by name.
+      found: what `counted_moments` returns, or the largest magnitudes, by the same names.
+    """
     merged: dict[int, dict[Any, dict[bool, Any]]] = defaultdict(lambda: defaultdict(dict))
     for name, array in found.items():
         read = reads[name]
@@ -78,8 +101,8 @@ def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[M
         kinds[largest] = read.merge(kinds[largest], array) if largest in kinds else array
     return {
         weight: [
-            Moments(batch, contracted, kinds[False], kinds.get(True))
-            for (batch, contracted), kinds in several.items()
+            Moments(batch, contracted, x[False][:, :-1, :-1], x[False][:, -1, -1], x.get(True))
+            for (batch, contracted), x in several.items()
         ]
         for weight, several in merged.items()
     }

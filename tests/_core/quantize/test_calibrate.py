@@ -30,10 +30,30 @@ STACK = np.float32(RNG.normal(size=(LAYERS, IN, OUT)))
 
 
 def outer(*inputs: np.ndarray) -> np.ndarray:
-    return sum(np.float32(x.reshape(-1, IN).T @ x.reshape(-1, IN)) for x in inputs)
+    """The sum of ``x xᵀ`` over all rows, in float64."""
+    rows = np.float64(np.concatenate([x.reshape(-1, x.shape[-1]) for x in inputs]))
+    return rows.T @ rows
 
 
-MOMENTS = outer(*BATCHES)
+def shrunk(moments: np.ndarray, count: int) -> np.ndarray:
+    """What Chen et al. shrink a covariance to (2010, eq. 23), of the correlations."""
+    spreads, p = np.sqrt(np.diag(moments)), len(moments)
+    s = moments / np.outer(spreads, spreads)
+    of_squares, squared = np.trace(s @ s), np.trace(s) ** 2
+    share = ((1 - 2 / p) * of_squares + squared) / (
+        (count + 1 - 2 / p) * (of_squares - squared / p)
+    )
+    share = min(share, 1)
+    s = (1 - share) * s + share * np.trace(s) / p * np.eye(p)
+    return np.float32(s * np.outer(spreads, spreads))
+
+
+def moments_of(*inputs: np.ndarray) -> np.ndarray:
+    return shrunk(outer(*inputs), sum(x.any(-1).sum() for x in inputs))
+
+
+COUNT = sum(x.any(-1).sum() for x in BATCHES)
+MOMENTS = moments_of(*BATCHES)
 
 
 def small(params, fn, batches=BATCHES, fmt="int4", **options):
@@ -100,12 +120,12 @@ def test_a_weight_is_rounded_for_the_inputs_of_its_product(name):
 
 
 def test_moments_of_several_products_and_iterations_add():
-    expected = round_for(W, outer(*BATCHES, *(x[:, :2] for x in BATCHES)), INT4, (IN, 1))
+    expected = round_for(W, moments_of(*BATCHES, *(x[:, :2] for x in BATCHES)), INT4, (IN, 1))
     same(small({"w": W}, lambda p, x: (x @ p["w"], x[:, :2] @ p["w"]))["w"], *expected)
     # Moments three times as large.
     same(
         small({"w": W}, lambda p, x: recurrent(p["w"], x))["w"],
-        *round_for(W, 3 * MOMENTS, INT4, (IN, 1)),
+        *round_for(W, moments_of(*3 * BATCHES), INT4, (IN, 1)),
     )
 
 
@@ -145,7 +165,7 @@ SLICED = {
 def test_each_layer_is_rounded_for_its_own_inputs(name):
     found = small({"w": STACK}, lambda p, x: SLICED[name](p["w"], x))["w"]
     for i, w in enumerate(STACK):
-        expected = round_for(w, outer(*(x + i for x in BATCHES)), INT4, (IN, 1))
+        expected = round_for(w, moments_of(*(x + i for x in BATCHES)), INT4, (IN, 1))
         same(QuantizedArray(found.values[i], found.scale[i], W.dtype), *expected)
 
 
@@ -162,7 +182,7 @@ def test_layers_of_experts():
     found = small({"w": weights}, run)["w"]
     for expert in range(2):
         for i in range(LAYERS):
-            moments = outer(*((1 + expert) * (x + i) for x in BATCHES))
+            moments = moments_of(*((1 + expert) * (x + i) for x in BATCHES))
             values, scale = found.values[expert, i], found.scale[expert, i]
             expected = round_for(weights[expert, i], moments, INT4, (IN, 1))
             same(QuantizedArray(values, scale, W.dtype), *expected)
@@ -242,9 +262,33 @@ def test_convolutions(layouts):
 
     found = small({"w": kernel}, convolved, IMAGES)["w"]
     assert found.scale.shape == (2, 3, 1, OUT)
-    moments = np.float32(sum(patches(x).T @ patches(x) for x in IMAGES))
+    moments = moments_of(*map(patches, IMAGES))
     values, scale = round_for(kernel.reshape(-1, OUT), moments, INT4, (3, 1))
     same(found, values.reshape(kernel.shape), scale.reshape(2, 3, 1, OUT))
+
+
+def test_of_few_inputs_the_product_with_others_is_not_worse_than_of_the_nearest():
+    """As it would be if they were taken for all that there are: 12, for rows of 48 weights."""
+    r = np.random.default_rng(1)
+    mix = np.eye(48) + r.normal(size=(48, 48)) / 20
+    others, *batches = (np.float32(r.normal(size=(n, 48)) @ mix) for n in (512, 6, 6))
+    w = np.float32(r.normal(size=(48, 32)))
+    few, plain = (
+        np.square(others @ (w - dequantize(q))).sum()
+        for q in (
+            small(w, lambda w, x: x @ w, batches),
+            jaxmp.quantize(w, "int4", granularity="row", min_size=1),
+        )
+    )
+    assert few < plain
+    trusted = round_for(w, np.float32(outer(*batches)), INT4, (48, 1))
+    assert np.square(others @ (w - dequantize(trusted))).sum() > 1.2 * plain
+
+
+def test_inputs_of_zeros_are_not_counted():
+    """As experts are given that have fewer tokens than places."""
+    filled = [np.concatenate([x, 0 * x, 0 * x], 1) for x in BATCHES]
+    same(small(W, lambda w, x: x @ w, filled), *round_for(W, MOMENTS, INT4, (IN, 1)))
 
 
 def test_blocks_and_formats():
@@ -271,9 +315,9 @@ def test_a_table_that_is_looked_up_too_has_errors_in_all_directions():
     found = small({"embedding": TABLE}, looked_up)["embedding"]
     assert found.scale.shape == (OUT, 1)
     rows = TABLE[np.int32(np.stack(BATCHES)[..., 0]) % OUT] + np.stack(BATCHES)
-    moments = np.float64(rows.reshape(-1, IN)).T @ np.float64(rows.reshape(-1, IN))
+    moments = outer(rows)
     moments += np.eye(IN) * np.trace(moments) / IN
-    values, scale = round_for(TABLE.T, np.float32(moments), INT4, (IN, 1))
+    values, scale = round_for(TABLE.T, shrunk(moments, COUNT), INT4, (IN, 1))
     # Sums of numbers that are not whole.
     np.testing.assert_allclose(found.scale, scale.T, rtol=1e-6)
     np.testing.assert_array_equal(np.int8(found.values), np.int8(values).T)
@@ -325,12 +369,13 @@ DIRECTIONS = {
 def test_errors_of_rows_that_are_looked_up_matter_by_the_gradient_of_a_loss(name):
     """In its direction, as much as in the head's: the sum of the diagonal is the same."""
     calibrated, direction = DIRECTIONS[name]
-    moments, trace = np.float64(MOMENTS), np.trace(np.float64(MOMENTS))
+    moments = outer(*BATCHES)
+    trace = np.trace(moments)
     if direction is None:
         moments = moments + np.eye(IN) * trace / IN
     else:
         moments[direction, direction] += trace
-    values, scale = round_for(TABLE.T, np.float32(moments), INT4, (IN, 1))
+    values, scale = round_for(TABLE.T, shrunk(moments, COUNT), INT4, (IN, 1))
     found = small({"embedding": TABLE}, calibrated)["embedding"]
     np.testing.assert_allclose(found.scale, scale.T, rtol=1e-6)
     np.testing.assert_array_equal(np.int8(found.values), np.int8(values).T)
