@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ALL_FORMATS", "Format", "bits_in_words"]
+__all__ = ["ALL_FORMATS", "Format"]
 
 
 class Format(NamedTuple):
