@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
@@ -99,3 +100,14 @@ ALL_FORMATS: Final = {
 def format_of(dtype: Any) -> Format:
     """Returns the format of a dtype of `ALL_FORMATS`."""
     return next(fmt for fmt in ALL_FORMATS.values() if fmt.name == np.dtype(dtype).name)
+
+
+def bits_in_words(bits: Iterable[int]) -> str:
+    """Returns numbers of bits in words, most first; 8, the usual few, if none is given.
+
+    Example:
+      >>> bits_in_words([4]), bits_in_words([4, 8, 8]), bits_in_words([])
+      ('4 bits', '8 or 4 bits', '8 bits')
+    """
+    each = sorted({*bits}, reverse=True) or [8]
+    return f"{' or '.join(map(str, each))} bits"

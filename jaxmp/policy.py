@@ -80,7 +80,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       activations: The 8 bits in which activations are multiplied with weights in few bits, those
         that are trained with `weights` and those that `jaxmp.quantize` stored with one scale for
         each sum: "int8", with integers, or "float8", with floats; None: the compute dtype. Each row
-        has a scale of its own, from its largest magnitude. Their gradient ignores the rounding.
+        has a scale of its own, from its largest magnitude; in "int8@static" and "float8@static",
+        each weight has one for its inputs, which `jaxmp.quantize` found from batches (`calibrate`)
+        and beyond which they are clipped. Their gradient ignores the rounding.
       residuals: What is saved for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_products` saves: float32 and
         elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,

@@ -15,7 +15,12 @@ from jax.extend.core import Primitive
 
 from jaxmp._core.chips.words import word_at_chip
 from jaxmp._core.printable import printable, shown
-from jaxmp._core.weight_format import WeightFormat, parse_weights
+from jaxmp._core.weight_format import (
+    WeightFormat,
+    activation_format,
+    parse_activations,
+    parse_weights,
+)
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -23,11 +28,9 @@ from jaxmp.dtypes import (
     half_dtype,
     is_dtype_name,
     parse_dtype,
-    parse_format,
     plain_name,
     short_dtype_name,
 )
-from jaxmp.formats import ALL_FORMATS
 from jaxmp.recipes import FORMATS, Recipe, check_goes_with, float8, int8, parse_matmul
 
 # The classes that `Policy.ops` may give a primitive; `jaxmp.autocast` says what each one means.
@@ -35,9 +38,6 @@ OP_CLASSES: Final = ("compute", "full_precision", "promote", "move", "as_written
 
 # The values of `Policy.residuals`.
 RESIDUALS: Final = ("save", "recompute")
-
-# The values of `Policy.activations`.
-ACTIVATIONS: Final = (ALL_FORMATS["int8"], ALL_FORMATS["e4m3"])
 
 # The value of `Policy.attention`, by itself or with the name of a chip.
 FUSED: Final = "fused"
@@ -124,9 +124,7 @@ def _read_weights(weights: Any, what: str) -> WeightFormat | None:
 
 
 def _read_activations(activations: Any, what: str) -> str | None:
-    if activations is None:
-        return None
-    return parse_format(activations, ACTIVATIONS, what).short
+    return None if activations is None else parse_activations(activations, what)
 
 
 def check_weights(
@@ -156,7 +154,7 @@ def check_weights(
             f"Policy: activations={activations} needs one scale for all weights that are summed, "
             f"and weights={weights} has one for each block: say weights={weights.short}@row."
         )
-    if ALL_FORMATS[activations].integer != weights.format.integer:
+    if activation_format(activations)[0].integer != weights.format.integer:
         raise ValueError(
             f"Policy: activations={activations} and weights={weights}: integers multiply integers, "
             "and floats floats."

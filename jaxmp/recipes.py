@@ -19,7 +19,7 @@ from typing import Final
 from jaxmp._core.chips.words import word_at_chip
 from jaxmp._core.printable import shown
 from jaxmp.dtypes import did_you_mean, parse_format, plain_name
-from jaxmp.formats import ALL_FORMATS, Format
+from jaxmp.formats import ALL_FORMATS, Format, bits_in_words
 
 __all__ = [
     "AUTO",
@@ -168,6 +168,12 @@ class Recipe:
     def quantizes(self) -> bool:
         """Whether any product multiplies operands of 8 bits or 4."""
         return any(FORMATS[short].scaled for short in self.formats.values())
+
+    @property
+    def few_bits(self) -> str:
+        """The bits of the operands that it quantizes, in words: ``"8 bits"``, ``"4 bits"``."""
+        formats = (FORMATS[short] for short in self.formats.values())
+        return bits_in_words(fmt.bits for fmt in formats if fmt.scaled)
 
     def __str__(self) -> str:
         usual = dataclasses.replace(self, rounding="", hadamard="")

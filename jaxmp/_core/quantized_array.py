@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jaxmp._core.flax import AxisMetadata
 from jaxmp._core.jaxprs.scopes import CAST, DEQUANTIZE, EXACTLY
 from jaxmp._core.printable import shown
 from jaxmp._core.products.scaled import Scaled, dequantize
+
+T = TypeVar("T")
 
 
 # Not a `Scaled`: Flax, JAX and NumPy read it as a weight, whose dtype is in the
@@ -50,6 +52,10 @@ class QuantizedArray(AxisMetadata[Any]):
         that a checkpoint of one format is not read as another.
       master: the weight that it is rounded from, while that is trained: derivatives with respect to
         the dequantized weight are with respect to it. None otherwise.
+      input_scale: the scale of what it is multiplied by, found from batches: float32, of as many
+        axes, each as long as the weight's or 1. Read under ``activations=int8@static``. None if it
+        is unknown: then there are two leaves.
+      has_input_scale: whether that is known; a part of the structure, as `stored` is.
 
     Example:
       >>> import jaxmp
@@ -65,8 +71,12 @@ class QuantizedArray(AxisMetadata[Any]):
     dtype: np.dtype[Any]
     stored: str = ""
     master: Any = None
+    input_scale: Any = None
+    has_input_scale: bool = False
 
     def __post_init__(self) -> None:
+        if self.input_scale is not None:
+            object.__setattr__(self, "has_input_scale", True)
         known = getattr(self.values, "dtype", None)
         if not self.stored and known is not None:
             object.__setattr__(self, "stored", np.dtype(known).name)
@@ -89,7 +99,8 @@ class QuantizedArray(AxisMetadata[Any]):
     @property
     def nbytes(self) -> int:
         """The bytes that it is stored in, scales included; two 4-bit values are in one."""
-        bits = self.size * _bits(self.values.dtype) + math.prod(self.scale.shape) * 32
+        scales = [self.scale] if self.input_scale is None else [self.scale, self.input_scale]
+        bits = self.size * _bits(self.values.dtype) + sum(math.prod(x.shape) * 32 for x in scales)
         return int(-(-bits // 8))
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
@@ -111,8 +122,12 @@ class QuantizedArray(AxisMetadata[Any]):
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in (self.values, self.scale)):
             return self
         with jax.named_scope(EXACTLY):
+            known = None if self.input_scale is None else _constant(self.input_scale)
             return dataclasses.replace(
-                self, values=_constant(self.values), scale=_constant(self.scale)
+                self,
+                values=_constant(self.values),
+                scale=_constant(self.scale),
+                input_scale=known,
             )
 
     def for_dtype(self, dtype: DTypeLike) -> QuantizedArray:
@@ -120,26 +135,36 @@ class QuantizedArray(AxisMetadata[Any]):
         return dataclasses.replace(self, dtype=np.dtype(dtype))
 
     def __repr__(self) -> str:
-        return f"QuantizedArray({_short(self.values)} for {self.dtype}, scale {_short(self.scale)})"
+        known = "" if self.input_scale is None else f", input_scale {_short(self.input_scale)}"
+        return (
+            f"QuantizedArray({_short(self.values)} for {self.dtype}, scale {_short(self.scale)}"
+            f"{known})"
+        )
 
     # A pytree. The leaves that it is rebuilt from may be anything: tracers, shardings, None.
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Returns the leaves and their names; both dtypes are part of the structure."""
         leaves, dtypes = self.tree_flatten()
-        names = f"values_{self.stored}", "scale", "master"
+        names = (f"values_{self.stored}", "scale", "master", "input_scale")[: len(leaves)]
         return tuple(zip(map(jax.tree_util.GetAttrKey, names), leaves, strict=True)), dtypes
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """Returns the leaves, two without a master; both dtypes are part of the structure."""
-        return (self.values, self.scale, self.master), (self.dtype, self.stored)
+        # Checkpoints name children that are None, too: those of weights without it stay readable.
+        known = (self.input_scale,) if self.has_input_scale else ()
+        structure = self.dtype, self.stored, self.has_input_scale
+        return (self.values, self.scale, self.master, *known), structure
 
     @classmethod
-    def tree_unflatten(cls, dtypes: tuple[np.dtype[Any], str], leaves: Any) -> QuantizedArray:
+    def tree_unflatten(
+        cls, structure: tuple[np.dtype[Any], str, bool], leaves: Any
+    ) -> QuantizedArray:
         """Rebuilds the weight from the results of `tree_flatten`."""
-        values, scale, master = leaves
-        dtype, stored = dtypes
-        return cls(values, scale, dtype, stored, master)
+        values, scale, master, *known = leaves
+        dtype, stored, has_input_scale = structure
+        input_scale = known[0] if known else None
+        return cls(values, scale, dtype, stored, master, input_scale, has_input_scale)
 
     # A box of Flax Linen.
 
@@ -182,17 +207,19 @@ class QuantizedArray(AxisMetadata[Any]):
 
 
 def _to_state_dict(weight: QuantizedArray) -> dict[str, Any]:
-    return {"values": weight.values, "scale": weight.scale}
+    known = {} if weight.input_scale is None else {"input_scale": weight.input_scale}
+    return {"values": weight.values, "scale": weight.scale, **known}
 
 
 def _from_state_dict(weight: QuantizedArray, state: Any) -> QuantizedArray:
-    if not isinstance(state, Mapping) or state.keys() != {"values", "scale"}:
+    if not isinstance(state, Mapping) or state.keys() - {"input_scale"} != {"values", "scale"}:
         raise ValueError(
             f"QuantizedArray: a weight in few bits has the state 'values' and 'scale', and got "
             f"{shown(state if isinstance(state, Mapping) else _short(state))}: of a tree that was "
             "not quantized? Restore into the tree as it was, and jaxmp.quantize it afterwards."
         )
-    return QuantizedArray(state["values"], state["scale"], weight.dtype)
+    known = state.get("input_scale")
+    return QuantizedArray(state["values"], state["scale"], weight.dtype, input_scale=known)
 
 
 serialization.register_serialization_state(QuantizedArray, _to_state_dict, _from_state_dict)
@@ -212,6 +239,9 @@ def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Arra
             master = lax.convert_element_type(weight.master, np.float32)
             full = _straight_through(master, weight.values, weight.scale)
             return lax.convert_element_type(full, to)
+        if weight.input_scale is not None:
+            full = _with_input(weight.values, weight.scale, weight.input_scale)
+            return lax.stop_gradient(lax.convert_element_type(full, to))
         return lax.stop_gradient(lax.convert_element_type(dequantize(weight), to))
 
 
@@ -224,6 +254,56 @@ def _straight_through(_master: Any, values: Any, scale: Any) -> Any:
 @_straight_through.defjvp
 def _of_master(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _straight_through(*primals), tangents[0]
+
+
+# An equation that has the scale of the inputs as an operand, for products to find.
+@jax.custom_jvp
+def _with_input(values: Any, scale: Any, _input_scale: Any) -> Any:
+    """Returns a weight, dequantized; its derivative is zero."""
+    return dequantize(Scaled(values, scale))
+
+
+@_with_input.defjvp
+def _of_constants(primals: Any, _tangents: Any) -> tuple[Any, Any]:
+    out = _with_input(*primals)
+    return out, jnp.zeros_like(out)
+
+
+class Parts(NamedTuple):
+    """What a weight is dequantized from; see `QuantizedArray`."""
+
+    values: Any
+    scale: Any
+    master: Any = None
+    input_scale: Any = None
+
+
+def parts_of(origins: Sequence[T], dtype_of: Callable[[T], Any]) -> Parts | None:
+    """Returns the parts of a weight among what equations of `array_of` read; None if it is another.
+
+    Args:
+      origins: arrays or variables, in the order in which they are read.
+      dtype_of: returns the dtype of one.
+
+    Example:
+      >>> parts_of([np.float32(2), np.int8(1)], lambda x: x.dtype)
+      Parts(values=np.int8(1), scale=np.float32(2.0), master=None, input_scale=None)
+    """
+    narrow = [getattr(dtype_of(x), "itemsize", 0) == 1 for x in origins]
+    if len(origins) not in (2, 3) or sum(narrow) != 1:
+        return None
+    at = narrow.index(True)
+    values, others = (
+        origins[at],
+        [x for x, is_narrow in zip(origins, narrow, strict=True) if not is_narrow],
+    )
+    if len(others) == 1:
+        parts = Parts(values, others[0])
+    elif at == 0:
+        parts = Parts(values, others[0], input_scale=others[1])
+    else:
+        parts = Parts(values, others[1], master=others[0])
+    return parts if dtype_of(parts.scale) == np.float32 else None
 
 
 def _constant(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The few bits that weights are stored in, and trained for: a format, and what shares a scale."""
+"""The few bits of weights and of what they are multiplied by: formats, and what shares a scale."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ GRANULARITIES: Final = ("tensor", "row", "block")
 BLOCK_SIZE: Final = 64
 # What `format` may be, a mapping's values too.
 STORED: Final = tuple(ALL_FORMATS[short] for short in ("int8", "int4", "e4m3", "e2m1"))
+# What `Policy.activations` may be, by itself or with "@static".
+ACTIVATIONS: Final = (ALL_FORMATS["int8"], ALL_FORMATS["e4m3"])
+STATIC: Final = "static"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,35 @@ def parse_weights(
         # The 15 levels of int4 are too few for a row of thousands of weights.
         granularity = "row" if fmt.bits == 8 else "block"
     return WeightFormat(fmt.short, granularity, int(block_size) if granularity == "block" else 0)
+
+
+def parse_activations(value: Any, what: str = "activations") -> str:
+    """Returns the spelling of a format of activations: ``"int8"``, or ``"int8@static"``.
+
+    Raises:
+      ValueError: if it names no format of 8 bits, or says something else after the ``@``.
+      TypeError: if it is neither a name nor a dtype.
+
+    Example:
+      >>> parse_activations("float8"), parse_activations("int8 @ static")
+      ('e4m3', 'int8@static')
+    """
+    name, at, scales = value.partition("@") if isinstance(value, str) else (value, "", "")
+    fmt = parse_format(name.strip() if isinstance(name, str) else name, ACTIVATIONS, what)
+    if not at:
+        return fmt.short
+    if scales.strip().lower() != STATIC:
+        raise ValueError(
+            f"{what} is {shown(value)}: after the @ is {STATIC}, for scales that jaxmp.quantize "
+            "stored (calibrate=); without it, each row has a scale of its own, found as it comes."
+        )
+    return f"{fmt.short}@{STATIC}"
+
+
+def activation_format(activations: str) -> tuple[Format, bool]:
+    """Returns the format of a policy's ``activations``, and whether its scales are stored."""
+    short, _, scales = activations.partition("@")
+    return ALL_FORMATS[short], scales == STATIC
 
 
 def check_granularity(granularity: object, block_size: object) -> None:

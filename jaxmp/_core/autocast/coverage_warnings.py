@@ -35,6 +35,7 @@ from jaxmp._core.plan.why import Kind, skipped, unfused
 from jaxmp._core.printable import printable
 from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp._core.speed import chip_of, traced_for, warning
+from jaxmp._core.weight_format import activation_format
 from jaxmp.recipes import Recipe
 
 
@@ -213,7 +214,24 @@ def _to_round_activations(plan: Plan) -> Asked | None:
     )
 
 
-ASKED = (_to_round_activations, _to_quantize, _to_fuse, _to_narrow, _to_govern)
+def _to_read_ranges(plan: Plan) -> Asked | None:
+    activations = plan.rules.policy.activations
+    if activations is None or not activation_format(activations)[1]:
+        return None
+
+    def rounds(step: Step) -> bool:
+        return isinstance(step.op, StoredDot) and step.op.activations is not None
+
+    return Asked(
+        lambda step: isinstance(step.op, StoredDot) and step.op.weight.input_scale is not None,
+        lambda step: "no scale is stored with the weight" if rounds(step) else None,
+        f"activations={activations}: {{share}} of the FLOPs of stored weights find a scale for "
+        "each row as it comes: {why}. Store one: jaxmp.quantize(params, policy, "
+        "calibrate=(fn, batches)).",
+    )
+
+
+ASKED = (_to_round_activations, _to_read_ranges, _to_quantize, _to_fuse, _to_narrow, _to_govern)
 
 
 def warn_overlooked(

@@ -40,7 +40,8 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     eqn, values, matmul = facts.eqn, facts.values, facts.rules.policy.matmul
 
     def skipped(reason: Skipped) -> Decision:
-        why = decision.why.noted(Kind.NOT_QUANTIZED, reason.why, matmul)
+        bits = recipe.few_bits if isinstance(recipe, Recipe) else reason.bits
+        why = decision.why.noted(Kind.NOT_QUANTIZED, reason.why, matmul, bits)
         return decision._replace(why=why.noted(Kind.INTENDED) if reason.intended else why)
 
     recipe, chip, chosen = matmul, None, ""

@@ -1,4 +1,4 @@
-"""Marks on contractions for `jaxmp.audit` to read: why in float32, not in 8 bits, or not fused.
+"""Marks on contractions for `jaxmp.audit` to read: why in float32, in no few bits, or not fused.
 
 They are named scopes, so derivatives inherit them, and profiles show them.
 """
@@ -50,7 +50,8 @@ def _marks(step: Step) -> list[str]:
     if fused := unfused(step.why):
         marks.append(_mark(UNFUSED, fused))
     if product := skipped(step.why):
-        marks.append(_mark(SKIPPED if product.intended else MISSED, product.why))
+        mark = SKIPPED if product.intended else MISSED
+        marks.append(_mark(mark, f"{product.bits};{product.why}"))
     elif why := _kept(step):
         marks.append(keeps(why))
     return marks
@@ -85,8 +86,9 @@ def unfused_at(eqn: jex_core.JaxprEqn) -> str:
 
 def skipped_at(eqn: jex_core.JaxprEqn) -> Skipped | None:
     """Returns why a policy's recipe did not multiply a contraction, by its name stack; or None."""
-    mark, reason = _innermost(name_stack(eqn), SKIPPED, MISSED)
-    return Skipped(reason, intended=mark == SKIPPED) if mark else None
+    mark, text = _innermost(name_stack(eqn), SKIPPED, MISSED)
+    bits, _, reason = text.partition(";")
+    return Skipped(reason, intended=mark == SKIPPED, bits=bits) if mark else None
 
 
 def _kept(step: Step) -> Why | None:

@@ -34,10 +34,12 @@ from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.plan.plan import DType, Op, Plan, Step
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.plan.why import Kind
-from jaxmp._core.products.derivative import quantize
+from jaxmp._core.products.derivative import quantize, quantize_within
 from jaxmp._core.products.product import Sides, sums_in
 from jaxmp._core.products.scaled import Scaled, dequantize
-from jaxmp.formats import ALL_FORMATS, Format, format_of
+from jaxmp._core.quantized_array import parts_of
+from jaxmp._core.weight_format import activation_format
+from jaxmp.formats import Format, format_of
 
 _LINEAR: Final = ("dot_general", "conv_general_dilated")
 
@@ -53,6 +55,7 @@ class Stored(NamedTuple):
       order: for each axis of the weight as it is read, the axis of values and scales.
       side: which operand of a product it is.
       trained: whether the product has a derivative with respect to it.
+      input_scale: the variable of the scale of what it is multiplied by, if that is stored.
     """
 
     values: Any
@@ -60,6 +63,7 @@ class Stored(NamedTuple):
     order: tuple[int, ...]
     side: int = 0
     trained: bool = False
+    input_scale: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +73,8 @@ class StoredDot(Op):
     Attributes:
       weight: the weight.
       dot: the op of the product as it is written, whose derivative it has if the weight is trained.
-      activations: the format that the other operand is rounded to, if it is.
+      activations: the format that the other operand is rounded to, if it is: by the scale that the
+        weight has for it, else by a scale of each row.
     """
 
     weight: Stored
@@ -86,8 +91,8 @@ class StoredDot(Op):
         x = env.read(eqn.invars[other], step.casts[other])
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
         product = _stored_product(sides, weight.side, weight.order, x.dtype, self.activations)
-        stored = env.arrays[weight.values], env.arrays[weight.scale]
-        out = product(x, *stored)
+        known = [] if weight.input_scale is None else [env.arrays[weight.input_scale]]
+        out = product(x, *known, env.arrays[weight.values], env.arrays[weight.scale])
         if not weight.trained:
             return [out]
         parameters, low = self.dot.given(step, env), low_of(step)
@@ -96,7 +101,8 @@ class StoredDot(Op):
         return [contract(eqn, operands, parameters, low, without=other, out=out)]
 
     def reads(self, step: Step) -> list[Any]:
-        return [*super().reads(step), self.weight.values, self.weight.scale]
+        known = [] if self.weight.input_scale is None else [self.weight.input_scale]
+        return [*super().reads(step), *known, self.weight.values, self.weight.scale]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,15 +171,16 @@ def _with_weights(plan: Plan, with_weight: Callable[[Step, Mapping[Any, Stored]]
 
 
 def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
-    """Returns the weight that an equation dequantizes, if it is whole and from two variables."""
+    """Returns the weight that an equation dequantizes, if it is whole."""
     shape = shape_of(eqn.outvars[0])
-    if len(origins) not in (2, 3) or any(len(shape_of(v)) != len(shape) for v in origins):
+    parts = parts_of(origins, dtype_of)
+    if parts is None or any(len(shape_of(v)) != len(shape) for v in origins):
         return None
-    *master, first, second = origins  # the weight that is trained, if it is, is first
-    scale, values = sorted((first, second), key=lambda v: dtype_of(v) == FLOAT32, reverse=True)
-    if shape_of(values) != shape or dtype_of(scale) != FLOAT32:
+    values, scale, master, known = parts
+    if shape_of(values) != shape:
         return None
-    return Stored(values, scale, tuple(range(len(shape))), trained=bool(master))
+    order = tuple(range(len(shape)))
+    return Stored(values, scale, order, trained=master is not None, input_scale=known)
 
 
 def _scaled_after(step: Step, stored: Mapping[Any, Stored]) -> Step:
@@ -188,12 +195,31 @@ def _scaled_after(step: Step, stored: Mapping[Any, Stored]) -> Step:
     if not one or not all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
         return step
     said = step.rules.policy.activations
-    fmt = None if said is None else ALL_FORMATS[said]
+    fmt, static = (None, False) if said is None else activation_format(said)
     if fmt is not None and fmt.integer != format_of(dtype_of(weight.values)).integer:
         fmt = None
+    if fmt is not None and static and weight.trained:
+        raise ValueError(
+            f"autocast: activations={said} takes scales that are stored with a weight, and weights "
+            "that are trained (weights= in the policy) have none: train with "
+            f"activations={fmt.short}, and find the scales afterwards, by "
+            "jaxmp.quantize(params, policy, calibrate=(fn, batches))."
+        )
+    ranged = fmt is not None and static and _has_range(weight, step)
+    weight = weight if ranged else weight._replace(input_scale=None)
     op = StoredDot(weight, cast(Dot, step.op), fmt)
-    noted = (Kind.STORED,) if fmt is None else (Kind.STORED_WITH, fmt.name)
+    with_format = Kind.STORED_RANGE if ranged else Kind.STORED_WITH
+    noted = (Kind.STORED,) if fmt is None else (with_format, fmt.name)
     return dataclasses.replace(step, op=op, why=step.why.noted(*noted))
+
+
+def _has_range(weight: Stored, step: Step) -> bool:
+    """Returns whether the inputs of each matrix have one stored scale."""
+    if weight.input_scale is None:
+        return False
+    _, batch = product_axes(step.eqn)
+    counts = [shape_of(weight.input_scale)[i] for i in weight.order]
+    return all(count == 1 for i, count in enumerate(counts) if i not in batch[weight.side])
 
 
 def _dequantized_again(step: Step, stored: Mapping[Any, Stored]) -> Step:
@@ -222,9 +248,22 @@ def _multiplied(step: Step, stored: Mapping[Any, Stored]) -> Stored | None:
 def _stored_product(
     sides: Sides, side: int, order: tuple[int, ...], low: DType, activations: Format | None
 ) -> Callable[..., Any]:
-    def product(x: Any, values: Any, scale: Any, fmt: Format | None, sums: DType) -> Any:
+    def rounded(x: Any, fmt: Format, known: Any) -> Scaled:
+        """Rounds `x`, by the scale that is known for a weight's inputs, or scales of its rows."""
+        if known is None:
+            return quantize(x, fmt, sides.contracted[1 - side])
+        # One scale, or one along each axis that both operands have.
+        along, of_weight = (sides.batch[1 - side], sides.batch[side])
+        known = lax.transpose(known, order)
+        known = lax.reshape(known, [known.shape[i] for i in of_weight])
+        shape = [known.shape[along.index(i)] if i in along else 1 for i in range(x.ndim)]
+        known = lax.broadcast_in_dim(known, shape, along)
+        return Scaled(quantize_within(x, fmt, known), known)
+
+    def product(x: Any, *stored: Any, fmt: Format | None, sums: DType) -> Any:
         """Computes the product, summed in dtype `sums`; of `x` in a format if one is given."""
-        copy = Scaled(x, None) if fmt is None else quantize(x, fmt, sides.contracted[1 - side])
+        *known, values, scale = stored
+        copy = Scaled(x, None) if fmt is None else rounded(x, fmt, known[0] if known else None)
         with jax.named_scope(CAST):
             weight = lax.convert_element_type(lax.transpose(values, order), copy.values.dtype)
         left, right = (copy.values, weight) if side else (weight, copy.values)

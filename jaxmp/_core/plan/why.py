@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from jaxmp.formats import bits_in_words
+
 
 class Kind(enum.StrEnum):
     """The kind of a reason; its value is the sentence, with ``{}`` for each detail.
@@ -88,6 +90,7 @@ class Kind(enum.StrEnum):
     INTENDED = ""  # not quantized on purpose: it is not a layer, or the last one
     STORED = " (stored values, scaled after)"
     STORED_WITH = " (stored values, activations in {}, scaled after)"
+    STORED_RANGE = " (stored values, activations in {} of a stored range, scaled after)"
     SOFTMAX = " (of a softmax: its probabilities are kept in {bits}, and nothing else of it)"
     PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
     FUSED = "; attention, computed by {} on {}"
@@ -172,16 +175,19 @@ class Skipped(NamedTuple):
     Attributes:
       why: the reason, in words.
       intended: whether that is intended: it is not a layer, or the last one.
+      bits: the bits that the recipe multiplies in, in words.
     """
 
     why: str
     intended: bool = False
+    bits: str = bits_in_words(())
 
 
 def skipped(why: Why) -> Skipped | None:
     """Returns why the recipe of a policy does not multiply the contraction of a step, or None."""
     note = why.note(Kind.NOT_QUANTIZED)
-    return note and Skipped(note.details[0], intended=why.note(Kind.INTENDED) is not None)
+    intended = why.note(Kind.INTENDED) is not None
+    return note and Skipped(note.details[0], intended=intended, bits=note.details[2])
 
 
 def unfused(why: Why) -> str:

@@ -19,7 +19,7 @@ from jaxmp._core.execute.environment import Environment
 from jaxmp._core.jaxprs.attributes import explicit_sharding, refuses_forward_mode
 from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.plan.plan import Step
-from jaxmp._core.products.scaled import Scaled, round_to
+from jaxmp._core.products.scaled import Scaled, nearest, round_to
 from jaxmp._core.speed import chip_for
 from jaxmp.formats import Format
 from jaxmp.recipes import FORMATS, Recipe
@@ -55,6 +55,17 @@ def quantize_blocks(x: Any, fmt: Format, block: Sequence[int], *, widened: bool 
     with jax.named_scope(CAST):
         copy = round_to(x.astype(jnp.float32), fmt, block)
     return copy._replace(values=lax.optimization_barrier(copy.values)) if widened else copy
+
+
+def quantize_within(x: Any, fmt: Format, scale: Any) -> Any:
+    """Returns the values of an array in a format, at a scale known before: those beyond it clipped.
+
+    No maximum is computed. A NaN stays one in a float format, and becomes 0 in an integer format.
+    """
+    with jax.named_scope(CAST):
+        values = nearest(x.astype(jnp.float32) * (1 / scale), fmt)
+    widened = not chip_for().multiplies("float8_e4m3fn")
+    return lax.optimization_barrier(values) if widened else values
 
 
 class Copy(NamedTuple):

@@ -20,7 +20,7 @@ from jaxmp._core.jaxprs.compat import closed, shape_of, without_consts
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.trace import holds_modules, is_array, name_of, trace
 from jaxmp._core.jaxprs.walk import equations
-from jaxmp._core.products.scaled import Scaled
+from jaxmp._core.products.scaled import Scaled, scale_of
 from jaxmp._core.quantize.gptq import round_for, shrunk
 from jaxmp._core.quantize.moments import Gatherer
 from jaxmp._core.quantize.reads import Moments, by_weight
@@ -40,17 +40,32 @@ class ToRound(NamedTuple):
       array: the weight.
       format: the format that it is rounded to.
       counts: the shape of its scales.
+      activations: the format of its inputs, if their range is to be stored with it.
     """
 
     path: str
     array: Any
     format: Format
     counts: tuple[int, ...]
+    activations: Format | None = None
+
+
+class Calibrated(NamedTuple):
+    """What calibration found for a weight.
+
+    Attributes:
+      rounded: its values and scales; None if it is rounded as without calibration.
+      input_scale: the scale of its inputs, float32, of as many axes as the weight, each as long as
+        the weight's or 1; None if they are scaled as they come.
+    """
+
+    rounded: Scaled | None
+    input_scale: Any
 
 
 def calibrated(
     calibrate: Any, selected: Sequence[ToRound], placed: Callable[[Sequence[Any]], Any]
-) -> list[Scaled | None]:
+) -> list[Calibrated]:
     """Rounds weights for the inputs that a function multiplies them by.
 
     Args:
@@ -59,8 +74,7 @@ def calibrated(
       placed: returns the parameters with other arrays in place of the weights.
 
     Returns:
-      The values and scales of each; None for those that are rounded as without calibration, which
-      one warning names.
+      What is known of each. One warning names those that are rounded as without calibration.
 
     Raises:
       TypeError: if `calibrate` is something else, or a weight is traced or abstract.
@@ -72,7 +86,7 @@ def calibrated(
         _check_concrete(weight)
     arrays = [jnp.asarray(weight.array) for weight in selected]
     found, gradients, others = _moments(fn, batches, arrays, placed)
-    results: list[Scaled | None] = []
+    results: list[Calibrated] = []
     why: dict[str, str] = {}
     for i, weight in enumerate(selected):
         moments, path = found.get(i, []), weight.path
@@ -85,17 +99,16 @@ def calibrated(
                     "finite, or their squares are beyond float32's range: look for it with "
                     "jaxmp.diagnose, or leave such batches out."
                 )
-        results.append(None)
+        rounded = _rounded(weight, moments[0]) if len(moments) == 1 else None
         if not moments:
             read = ", ".join(sorted(others.get(i, ())))
             why[path] = f"read by {read}" if read else "not read"
         elif len(moments) > 1:
             why[path] = "multiplied along several axes"
-        elif (rounded := _rounded(weight, moments[0])) is None:
+        elif rounded is None:
             why[path] = "with scales that several products share"
-        else:
-            results[-1] = rounded
-    if not any(results):
+        results.append(Calibrated(rounded, _input_scale(weight, moments)))
+    if not any(one.rounded for one in results):
         raise ValueError(
             f"quantize: calibrate: {name_of(fn)} multiplies by none of the weights that are "
             f"quantized: {_listed(why)}. Give a function of the parameters and a batch that runs "
@@ -108,6 +121,20 @@ def calibrated(
             stacklevel=3,
         )
     return results
+
+
+def _input_scale(weight: ToRound, moments: Sequence[Moments]) -> Any:
+    """Returns the scale that brings the largest of a weight's inputs into range, if asked for.
+
+    The largest: where 4 of 512 columns are a hundred times the others, a product in int8 is 9.4 %
+    off by it, 8.6 % by the percentile 99.99 and 21 % by 99.9, which clips the columns.
+    """
+    if weight.activations is None or len(moments) != 1:
+        return None
+    [one] = moments
+    shape = weight.array.shape
+    counts = [size if axis in one.batch else 1 for axis, size in enumerate(shape)]
+    return scale_of(one.largest, weight.activations).reshape(counts)
 
 
 def _with_lookups(moments: Moments, gradients: Any) -> Moments:
@@ -182,6 +209,10 @@ def _moments(
         # Modules that may be changed, by averages of a BatchNorm for one, in this trace.
         return fn(nnx.clone(params) if holds_modules(params) else params, batch)
 
+    @functools.partial(jax.jit, donate_argnums=0)
+    def merge(old: Any, new: Any) -> Any:
+        return gatherer.merged(old[0], new[0]), jax.tree.map(jnp.add, old[1], new[1])
+
     of_weights.__name__ = name_of(fn)
     for number, batch in enumerate(batches):
         if number == 0:
@@ -194,7 +225,7 @@ def _moments(
             _check_alike(number, first, batch)
         arrays = filter(is_array, jax.tree.leaves(batch))
         new = program(*consts, *weights, *arrays)
-        sums = new if sums is None else _added(sums, new)
+        sums = new if sums is None else merge(sums, new)
     if sums is None:
         raise ValueError(
             "quantize: calibrate's batches are empty: give one or more. An iterator that was used "
@@ -222,11 +253,6 @@ def _program(gatherer: Gatherer, jaxpr: Any, weights: range) -> Callable[..., An
     if floating and not any(loops):
         return jax.jit(lambda *arrays: gatherer.run_loss(jaxpr, arrays, weights))
     return jax.jit(lambda *arrays: (gatherer.run(jaxpr, arrays, weights), {}))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _added(sums: Any, new: Any) -> Any:
-    return jax.tree.map(jnp.add, sums, new)
 
 
 def _check_alike(number: int, first: Any, batch: Any) -> None:

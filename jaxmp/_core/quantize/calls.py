@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from jaxmp._core.flax import is_graph_node
-from jaxmp._core.products.scaled import Scaled
 from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
+
+
+class Sealed(NamedTuple):
+    """A quantized weight whose scales are uint32: their bits; see `QuantizedArray`."""
+
+    values: Any
+    scale: Any
+    input_scale: Any
 
 
 def holds_quantized(tree: Any) -> bool:
@@ -23,7 +30,7 @@ def holds_quantized(tree: Any) -> bool:
 def seal(tree: Any) -> Any:
     """Seals a tree's quantized weights for a function made by `opening`; skips NNX modules.
 
-    A sealed one is a `Scaled` whose scale is uint32: its bits, which a cast of float32 arguments to
+    The scales of a sealed one are uint32: bits, which a cast of float32 arguments to
     ``param_dtype`` leaves alone.
     """
     return _mapped(_sealed, tree, QuantizedArray)
@@ -34,7 +41,7 @@ def opening(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def opened(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _mapped(_opened, (args, kwargs), Scaled)
+        args, kwargs = _mapped(_opened, (args, kwargs), Sealed)
         return fn(*args, **kwargs)
 
     return opened
@@ -45,17 +52,21 @@ def for_float32(tree: Any) -> Any:
     return _mapped(lambda q: q.for_dtype(np.float32), tree, QuantizedArray)
 
 
-def _sealed(x: QuantizedArray) -> Scaled:
-    if isinstance(x.scale, jax.ShapeDtypeStruct):
-        bits = jax.ShapeDtypeStruct(x.scale.shape, np.uint32, sharding=x.scale.sharding)
-        return Scaled(x.values, bits)
+def _sealed(x: QuantizedArray) -> Sealed:
     x = x.constant()
-    return Scaled(x.values, lax.bitcast_convert_type(x.scale, np.uint32))
+    return Sealed(x.values, *jax.tree.map(_bits, (x.scale, x.input_scale)))
 
 
-def _opened(x: Scaled) -> jax.Array:
-    scale = lax.bitcast_convert_type(x.scale, np.float32)
-    return array_of(QuantizedArray(x.values, scale, np.dtype(np.float32)))
+def _bits(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, np.uint32, sharding=x.sharding)
+    return lax.bitcast_convert_type(x, np.uint32)
+
+
+def _opened(x: Sealed) -> jax.Array:
+    scales = x.scale, x.input_scale
+    scale, known = jax.tree.map(lambda s: lax.bitcast_convert_type(s, np.float32), scales)
+    return array_of(QuantizedArray(x.values, scale, np.dtype(np.float32), input_scale=known))
 
 
 def _mapped(fn: Callable[[Any], Any], tree: Any, cls: type) -> Any:

@@ -1,4 +1,4 @@
-"""The second moments of what a program multiplies its weights by, from one run of it."""
+"""The second moments and the range of what a program multiplies its weights by, from one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from jaxmp._core.jaxprs.walk import evaluate
 from jaxmp._core.quantize.reads import Lookup, Read, counted_moments
 from jaxmp._core.quantize.views import View
 
-_ADDED = Join(0, jnp.add)
 _IN_PLACE = compat.CALLS.keys() - {"shard_map"}
 
 
@@ -61,7 +60,7 @@ class Gatherer:
     lookups: dict[str, Lookup] = dataclasses.field(default_factory=dict)
 
     def run(self, jaxpr: Any, operands: Sequence[Any], weights: range) -> dict[str, Any]:
-        """Runs a program; returns the moments by the names that are in `reads` then.
+        """Runs a program; returns moments and ranges by the names that are in `reads` then.
 
         Args:
           jaxpr: the program.
@@ -92,6 +91,10 @@ class Gatherer:
             found[name] = counted_moments(rows.reshape(-1, rows.shape[-1]))
         return moments, found
 
+    def merged(self, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        """Merges what two runs of a program, or iterations of a loop, gathered."""
+        return {name: self.reads[name].merge(value, new[name]) for name, value in old.items()}
+
     def _whole(
         self, jaxpr: Any, operands: Sequence[Any], weights: range, at: _At
     ) -> tuple[Any, dict[str, Any]]:
@@ -111,7 +114,10 @@ class Gatherer:
             results, more = self._equation(eqn, operands, at)
             for name, extra in more.items():
                 old = extras.get(name)
-                extras[name] = extra if old is None else Extra(old.value + extra.value, _ADDED)
+                value = extra.value
+                extras[name] = self._extra(
+                    name, value if old is None else self.reads[name].merge(old.value, value)
+                )
             return results
 
         return evaluate(jaxpr, values, bound), extras
@@ -229,13 +235,13 @@ class Gatherer:
             carry, sums = state
             results, extras = body((), *consts, *carry, *slices)
             found = {name: extra.value for name, extra in extras.items()}
-            sums = {name: old + found.pop(name) for name, old in sums.items()}
+            sums = self.merged(sums, {name: found.pop(name) for name in sums})
             return (results[:n_carry], sums), (results[n_carry:], found)
 
         state, (stacked, found) = lax.scan(step, (carry, sums), slices, **compat.scan_options(eqn))
         carry, sums = state
         return [*carry, *stacked], {
-            name: Extra(value, _ADDED) for name, value in (sums | found).items()
+            name: self._extra(name, value) for name, value in (sums | found).items()
         }
 
     def _product(self, eqn: JaxprEqn, side: int, view: View, x: Any) -> Extras:
@@ -272,7 +278,7 @@ class Gatherer:
     def _moments(
         self, view: View, batch: tuple[int, ...], order: tuple[int, ...], rows: Any
     ) -> Extras:
-        """Returns the moments of rows ``[*batch, rows, *contracted]``, with axes in some order.
+        """Returns the moments and the range of rows ``[*batch, rows, *contracted]``.
 
         Args:
           view: the weight, as the product reads it.
@@ -288,14 +294,18 @@ class Gatherer:
         if not jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype != np.bool_:
             self.others[view.weight].add(f"a product with {rows.dtype}")
             return {}
-        name = repr(read)
-        self.reads[name] = read
         kept = rows.ndim - len(order)
         ascending = [kept + order.index(i) for i in sorted(order)]
         rows = jnp.transpose(rows, (*range(kept), *ascending)).reshape(*rows.shape[:kept], -1)
         # Without tangents, which a backward pass would keep.
         rows = lax.stop_gradient(rows.astype(jnp.float32))
-        return {name: Extra(counted_moments(rows), _ADDED)}
+        largest = jnp.abs(rows).max((-2, -1), initial=0)
+        found = {read: counted_moments(rows), read._replace(largest=True): largest}
+        self.reads.update((repr(each), each) for each in found)
+        return {repr(each): self._extra(repr(each), value) for each, value in found.items()}
+
+    def _extra(self, name: str, value: Any) -> Extra:
+        return Extra(value, Join(0, self.reads[name].merge))
 
 
 def _replicated(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,12 +21,14 @@ class Moments(NamedTuple):
       array: float32[n, in, in], one for each index of the batch axes, where ``in`` is all of the
         contracted axes, in their order.
       count: float32[n], of how many inputs each is the sum.
+      largest: float32[n], the largest magnitude among them; None of gradients.
     """
 
     batch: tuple[int, ...]
     contracted: tuple[int, ...]
     array: Any
     count: Any
+    largest: Any = None
 
 
 class Read(NamedTuple):
@@ -35,11 +38,18 @@ class Read(NamedTuple):
       view: the weight, as the product reads it.
       batch: the pieces along which it has several moments, in their order there.
       contracted: the pieces that are summed over, in the order of the weight.
+      largest: whether it is the largest magnitude that is gathered; else the moments.
     """
 
     view: View
     batch: tuple[int, ...]
     contracted: tuple[int, ...]
+    largest: bool = False
+
+    @property
+    def merge(self) -> Callable[[Any, Any], Any]:
+        """The function that merges what is gathered in two places, iterations or batches."""
+        return jnp.maximum if self.largest else jnp.add
 
 
 class Lookup(NamedTuple):
@@ -75,20 +85,24 @@ def by_weight(reads: dict[str, Read], found: dict[str, Any]) -> dict[int, list[M
 
     Args:
       reads: the reads, by name.
-      found: the sums that `counted_moments` returns, by the same names.
+      found: what `counted_moments` returns, or the largest magnitudes, by the same names.
     """
-    summed: dict[int, dict[tuple[Any, Any], Any]] = defaultdict(dict)
+    merged: dict[int, dict[Any, dict[bool, Any]]] = defaultdict(lambda: defaultdict(dict))
     for name, array in found.items():
-        view, batch, contracted = reads[name]
-        size = array.shape[-1]
+        read = reads[name]
+        view, batch, contracted, largest = read
+        rest = () if largest else array.shape[-2:]
         ascending = sorted(range(len(batch)), key=batch.__getitem__)
-        array = array.reshape(*view.sizes(batch), size, size)
-        array = jnp.transpose(array, (*ascending, len(batch), len(batch) + 1))
+        array = array.reshape(*view.sizes(batch), *rest)
+        array = jnp.transpose(array, (*ascending, *range(len(batch), array.ndim)))
         axes = view.axes_of(batch) or (), view.axes_of(contracted) or ()
-        array = array.reshape(-1, size, size)
-        old = summed[view.weight].get(axes)
-        summed[view.weight][axes] = array if old is None else old + array
+        array = array.reshape(-1, *rest)
+        kinds = merged[view.weight][axes]
+        kinds[largest] = read.merge(kinds[largest], array) if largest in kinds else array
     return {
-        weight: [Moments(*axes, x[:, :-1, :-1], x[:, -1, -1]) for axes, x in several.items()]
-        for weight, several in summed.items()
+        weight: [
+            Moments(batch, contracted, x[False][:, :-1, :-1], x[False][:, -1, -1], x.get(True))
+            for (batch, contracted), x in several.items()
+        ]
+        for weight, several in merged.items()
     }

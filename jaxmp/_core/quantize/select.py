@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core.printable import keys_of
-from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, parse_weights
+from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, activation_format, parse_weights
+from jaxmp.formats import Format
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 # Names of parameters that are not matrices; stacked by a scan, they have two axes.
@@ -73,6 +74,10 @@ class FormatRules:
                 return fmt
         return None
 
+    def activations(self, path: Path) -> Format | None:  # noqa: ARG002
+        """Returns None: what has no policy asks for no ranges."""
+        return None
+
     def check(self, leaves: Sequence[Candidate]) -> None:
         """Raises if a pattern has no effect.
 
@@ -119,10 +124,18 @@ class PolicyRules:
 
     def __call__(self, path: Path) -> WeightFormat | None:
         """Returns the format of a leaf: that of the innermost module that a key matches."""
+        return self._policy(path).weights  # type: ignore[no-any-return]
+
+    def activations(self, path: Path) -> Format | None:
+        """Returns the format of a leaf's inputs, if the policy asks for a stored range of them."""
+        said = self._policy(path).activations
+        fmt, static = activation_format(said) if said else (None, False)
+        return fmt if static else None
+
+    def _policy(self, path: Path) -> Policy:
         above = (path[:i] for i in range(len(path) - 1, -1, -1))
         policies = (self._map.policy_at(module) for module in above)
-        policy = next((p for p in policies if p is not None), self._map.default)
-        return policy.weights  # type: ignore[no-any-return]
+        return next((p for p in policies if p is not None), self._map.default)
 
     def check(self, leaves: Sequence[Candidate]) -> None:
         """Raises if nothing is quantized; see `FormatRules.check`."""

@@ -24,7 +24,7 @@ from jaxmp._core.jaxprs.equation_parameters import gather, widens_8_bits
 from jaxmp._core.jaxprs.higher_order import inside, rebuild
 from jaxmp._core.jaxprs.scopes import DEQUANTIZE, ROWS
 from jaxmp._core.jaxprs.source import in_scope
-from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
+from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized, parts_of
 
 Known = Sequence[QuantizedArray | None]
 
@@ -114,14 +114,14 @@ def _of(stored: QuantizedArray) -> Callable[[], list[Any]]:
 def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
     """Returns the quantized weight of these arrays if an equation dequantizes all of it."""
     shape = compat.shape_of(eqn.outvars[0])
-    if len(arrays) not in (2, 3) or any(len(np.shape(a)) != len(shape) for a in arrays):
+    parts = parts_of(arrays, lambda a: a.dtype)
+    if parts is None or any(len(np.shape(a)) != len(shape) for a in arrays):
         return None
-    *master, first, second = arrays  # the weight that is trained, if it is, is first
-    scale, values = sorted((first, second), key=lambda a: a.dtype == np.float32, reverse=True)
-    if values.shape != shape or scale.dtype != np.float32 or values.dtype.itemsize > 1:
+    if parts.values.shape != shape:
         return None
     dtype = np.dtype(compat.dtype_of(eqn.outvars[0]) or np.float32)
-    return QuantizedArray(values, scale, dtype, master=master[0] if master else None)
+    values, scale, master, known = parts
+    return QuantizedArray(values, scale, dtype, master=master, input_scale=known)
 
 
 def _of_weights(
@@ -155,19 +155,24 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
     split = [groups not in (1, n) for groups, n in zip(table.scale.shape, table.shape, strict=True)]
     if any(s and size != n for s, size, n in zip(split, sizes, table.shape, strict=True)):
         return None
-    # Along an axis with one scale per index, scales are sliced like values; else all are taken.
-    alike, groups = np.equal(table.scale.shape, table.shape), table.scale.shape
     said = {key: eqn.params[key] for key in _SLICED[name]}
     strides = said.get("strides", 1) or 1
-    params = {
-        "slice_sizes": np.where(alike, sizes, groups),  # starts are clamped to fit
-        "start_indices": np.where(alike, said.get("start_indices", 0), 0),
-        "limit_indices": np.where(alike, said.get("limit_indices", 0), groups),
-        "strides": np.where(alike, strides, 1),
-    }
-    params = {key: tuple(params[key].tolist()) for key in said}
-    [scale] = compat.bind(eqn, [table.scale, *starts], **params)
-    return _with_scale(table, lambda x: compat.bind(eqn, [x, *starts])[0], scale)
+
+    def of_scale(scale: Any) -> Any:
+        # Along an axis with one scale per index, scales are sliced like values; else all are taken.
+        alike, groups = np.equal(scale.shape, table.shape), scale.shape
+        params = {
+            "slice_sizes": np.where(alike, sizes, groups),  # starts are clamped to fit
+            "start_indices": np.where(alike, said.get("start_indices", 0), 0),
+            "limit_indices": np.where(alike, said.get("limit_indices", 0), groups),
+            "strides": np.where(alike, strides, 1),
+        }
+        params = {key: tuple(params[key].tolist()) for key in said}
+        return compat.bind(eqn, [scale, *starts], **params)[0]
+
+    known = None if table.input_scale is None else of_scale(table.input_scale)
+    part = _with_scale(table, lambda x: compat.bind(eqn, [x, *starts])[0], of_scale(table.scale))
+    return dataclasses.replace(part, input_scale=known)
 
 
 def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | None:
@@ -193,7 +198,7 @@ def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | Non
 def _with_scale(table: QuantizedArray, taken: Callable[[Any], Any], scale: Any) -> QuantizedArray:
     """Returns a part of a weight: of its values, and of its master if it is trained."""
     master = None if table.master is None else taken(table.master)
-    return dataclasses.replace(table, values=taken(table.values), scale=scale, master=master)
+    return QuantizedArray(taken(table.values), scale, table.dtype, table.stored, master)
 
 
 def _inside(eqn: JaxprEqn, operands: Sequence[Any], known: Known) -> list[Any] | None:
@@ -253,7 +258,8 @@ def _scan(eqn: JaxprEqn, stored: Sequence[Any]) -> list[Any] | None:
 
 def _sliced_alike(x: Any) -> bool:
     """Returns whether slices along the first axis have their own scales, if they have any."""
-    return not is_quantized(x) or x.scale.shape[0] == x.shape[0]
+    scales = (x.scale, x.input_scale) if is_quantized(x) else ()
+    return all(scale is None or scale.shape[0] == x.shape[0] for scale in scales)
 
 
 def _while(eqn: JaxprEqn, stored: Sequence[Any]) -> list[Any] | None:

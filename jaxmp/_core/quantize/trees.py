@@ -20,15 +20,16 @@ from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.products.scaled import Scaled, block_sizes, round_to
-from jaxmp._core.quantize.calibrate import ToRound, calibrated
+from jaxmp._core.quantize.calibrate import Calibrated, ToRound, calibrated
 from jaxmp._core.quantize.select import Candidate, names_of, rules_of, why_not
 from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
-from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, check_granularity
+from jaxmp._core.weight_format import BLOCK_SIZE, STATIC, WeightFormat, check_granularity
 from jaxmp.formats import Format
 from jaxmp.policy import Policy, PolicyMap
 
 T = TypeVar("T")
 MIN_SIZE: Final = 4096
+UNKNOWN: Final = Calibrated(None, None)
 
 # Tables are looked up and, in a tied head, multiplied row by row: their rows end in the last axis.
 _TABLES = ("embedding", "embeddings")
@@ -99,7 +100,9 @@ def quantize(
         rows. Or it returns a model's results. It runs once on each of a few batches of one shape,
         which are pytrees; wrapped models will do. A warning names weights that are rounded to the
         nearest, since `fn` reads them by no matmul or convolution, or multiplies them along
-        several axes. For each product, float32 [in, in] is in memory meanwhile.
+        several axes. For each product, float32 [in, in] is in memory meanwhile. Where the policy
+        has ``activations=int8@static`` (or ``float8@static``), the largest magnitude that a weight
+        is multiplied by is stored as well, as the `input_scale` of the weight.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
@@ -109,7 +112,8 @@ def quantize(
       ValueError: if a format or granularity is unknown, a pattern has no effect, a weight is
         quantized already or not finite (unless it is traced: its products are then NaN), or of
         `calibrate`, batches are missing or of several shapes, inputs are not finite, `fn`
-        multiplies by no quantized weight, or it is given with `straight_through`.
+        multiplies by no quantized weight, or it is given with `straight_through`, or missing
+        where the policy has stored scales of activations.
       TypeError: if an argument is of another type.
 
     Example:
@@ -155,7 +159,7 @@ def quantize(
         shape = _shape(leaf) if reason else tuple(np.shape(leaf))
         leaves.append(Candidate(path, shape, reason))
         if not reason and (fmt := rules(path)) is not None:
-            selected[len(leaves) - 1] = _selected(path, leaf, fmt)
+            selected[len(leaves) - 1] = _selected(path, leaf, fmt, rules.activations(path))
         return leaf
 
     def replace(_: tuple[str, ...], leaf: Any) -> Any:
@@ -164,7 +168,7 @@ def quantize(
             return leaf
         if straight_through:
             return round_weight(weight)
-        return store_weight(weight, known.get(number))
+        return store_weight(weight, known.get(number, UNKNOWN))
 
     def placed(arrays: Sequence[Any]) -> T:
         by_number = dict(zip(selected, arrays, strict=True))
@@ -174,8 +178,10 @@ def quantize(
 
     map_parameters(look, params)
     rules.check(leaves)
-    known = {}
-    if calibrate is not None:
+    known: dict[int, Calibrated] = {}
+    if calibrate is None:
+        _check_no_ranges(selected.values())
+    else:
         known = dict(
             zip(selected, calibrated(calibrate, [*selected.values()], placed), strict=True)
         )
@@ -184,14 +190,16 @@ def quantize(
     return out
 
 
-def _selected(path: tuple[str, ...], leaf: Any, fmt: WeightFormat) -> ToRound:
+def _selected(
+    path: tuple[str, ...], leaf: Any, fmt: WeightFormat, activations: Format | None = None
+) -> ToRound:
     """Describes what a weight, at a path in the tree of parameters, is rounded to."""
     name = path[-1] if path else ""
     counts = scale_shape(name, np.shape(leaf), fmt.granularity, fmt.block_size)
-    return ToRound("/".join(path), leaf, fmt.format, tuple(counts))
+    return ToRound("/".join(path), leaf, fmt.format, tuple(counts), activations)
 
 
-def store_weight(weight: ToRound, known: Scaled | None = None) -> QuantizedArray:
+def store_weight(weight: ToRound, known: Calibrated = UNKNOWN) -> QuantizedArray:
     """Stores a weight in few bits: to the nearest, or as values and scales that are known."""
     x = weight.array
     still = lax.stop_gradient(x) if is_tracer(x) else x
@@ -289,10 +297,23 @@ def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
     return value.dequantize() if is_quantized(value) and not abstract else value
 
 
-def _quantized(weight: ToRound, known: Scaled | None) -> QuantizedArray:
-    path, x, fmt, shape = weight
-    if known is not None:
-        values, scale = known
+def _check_no_ranges(weights: Iterable[ToRound]) -> None:
+    """Raises if the ranges of inputs are to be stored, which only calibration knows."""
+    for weight in weights:
+        if weight.activations is not None:
+            raise ValueError(
+                f"quantize: the policy of {weight.path or 'the leaf'} has activations="
+                f"{weight.activations.short}@{STATIC}, scales that are stored: give batches to "
+                "find them from, calibrate=(fn, batches); or say activations="
+                f"{weight.activations.short}, for scales of rows as they come."
+            )
+
+
+def _quantized(weight: ToRound, known: Calibrated) -> QuantizedArray:
+    path, x, fmt, shape, _ = weight
+    input_scale = known.input_scale
+    if known.rounded is not None:
+        values, scale = known.rounded
     elif isinstance(x, jax.ShapeDtypeStruct):
         values, scale = jax.eval_shape(functools.partial(_rounded, fmt=fmt, scale_shape=shape), x)
     else:
@@ -303,9 +324,10 @@ def _quantized(weight: ToRound, known: Scaled | None) -> QuantizedArray:
                 f"quantize: {path or 'the leaf'} holds an infinity, a NaN, or a number beyond "
                 "float32's range, which no scale can bring into range."
             )
-        values, scale = _as_sharded(x, values, scale)
+        values, scale, input_scale = _as_sharded(x, values, scale, input_scale)
     # NumPy's float64 is float32 to JAX, unless x64 is enabled.
-    return QuantizedArray(values, scale, jax.dtypes.canonicalize_dtype(x.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    return QuantizedArray(values, scale, dtype, input_scale=input_scale)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -316,11 +338,16 @@ def _rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> Scaled:
     return round_to(wide, fmt, block_sizes(x.shape, scale_shape), exact=True)
 
 
-def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:
+def _as_sharded(x: Any, values: Any, *scales: Any) -> tuple[Any, ...]:
     """Shards values and scales like their array; scales along those axes that can be sharded."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return values, scale
+        return values, *scales
+    each = (None if scale is None else _scale_as_sharded(x, sharding, scale) for scale in scales)
+    return jax.device_put(values, sharding), *each
+
+
+def _scale_as_sharded(x: Any, sharding: NamedSharding, scale: Any) -> Any:
     spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
     for i, names in enumerate(spec):
         axes = names if isinstance(names, tuple) else (names,)
@@ -328,7 +355,7 @@ def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:
         if scale.shape[i] % devices:
             spec[i] = None
     of_scale = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
-    return jax.device_put(values, sharding), jax.device_put(scale, of_scale)
+    return jax.device_put(scale, of_scale)
 
 
 def input_axis(name: str, shape: Sequence[int]) -> int:

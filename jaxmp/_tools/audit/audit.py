@@ -311,7 +311,7 @@ class _Auditor:
             what = "a policy for float32 leaves float64 as it is"
             self.note("float64-product", what, operation)
         if operation.skipped and not operation.skipped.intended:
-            what = f"not in 8 bits: {operation.skipped.why}"
+            what = f"not in {operation.skipped.bits}: {operation.skipped.why}"
             sizes = (matmul_dims(eqn) or {}).values()
             padded = any(size % MULTIPLE for size in sizes)
             pad = f"pad it, or {FIXES['not-quantized']}" if padded else ""

@@ -16,6 +16,7 @@ from jaxmp._core.plan.rules import FLOAT32, governed
 from jaxmp._core.plan.why import Residual
 from jaxmp._tools import screen
 from jaxmp._tools.screen import Printed, table
+from jaxmp.formats import bits_in_words
 from jaxmp.policy import Policy, get_policy
 from jaxmp.recipes import Recipe
 
@@ -90,7 +91,7 @@ class Quantized(Printed):
     def _bits(self) -> str:
         """The bits of the products that are quantized: ``8 bits``, ``4 bits``, ``8 or 4 bits``."""
         each = {bits for p in self.products if p.quantized for bits in _FEW_BITS.findall(p.dtype)}
-        return f"{' or '.join(sorted(each, reverse=True)) or '8'} bits"
+        return bits_in_words(map(int, each))
 
     def summary(self) -> str:
         """Returns a few lines: how many products are in 8 or 4 bits, and why the others are not."""

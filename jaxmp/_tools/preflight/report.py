@@ -20,6 +20,7 @@ from jaxmp._tools.preflight.hlo_collectives import (
 )
 from jaxmp._tools.preflight.size_search import Largest
 from jaxmp._tools.speed.target import Target
+from jaxmp.formats import bits_in_words
 
 T = TypeVar("T")
 
@@ -338,7 +339,7 @@ def _bits(dtype: str) -> int:
 def _few_bits(programs: Sequence[HloProgram]) -> str:
     """Returns the bits of the products of few bits of programs: ``8 bits``, ``8 or 4 bits``."""
     each = {_bits(product.dtype) for p in programs for product in p.products_in_8_bits}
-    return f"{' or '.join(map(str, sorted(each, reverse=True)))} bits"
+    return bits_in_words(each)
 
 
 def _gib(size: float) -> str:

@@ -445,6 +445,17 @@ def test_what_no_kernel_computes_stays_and_says_why() -> None:
             assert_same_program(jaxmp.autocast(fn, BF16), jaxmp.autocast(fn, FUSED), Q, K, V)
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(("recipe", "bits"), [("nvfp4", "4 bits"), ("int8", "8 bits")])
+def test_products_of_few_bits_say_how_many(recipe: str, bits: str) -> None:
+    wide = [gaussian(i, BATCH, TIME, HEADS, 16) for i in range(3)]
+    policy = f"{FUSED},matmul={recipe}"
+    assert explained(plain, *wide, policy=policy) == [("", f"a product of it is in {bits}")]
+    stored = jaxmp.quantize(wide[0], "int8@tensor", min_size=1)
+    said = [("", "a product of it reads a weight in few bits")]
+    assert explained(plain, stored, *wide[1:]) == said
+
+
 # Which kernel, and what it takes.
 
 

@@ -118,6 +118,19 @@ def test_sizes_that_matrix_units_do_not_take_are_told():
         report.assert_no("not-quantized")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "bits"),
+    [("nvfp4", "4 bits"), ("int8", "8 bits"), ("bf16:e2m1:e4m3@mx", "8 or 4 bits")],
+)
+def test_an_audit_says_the_bits_of_the_recipe(recipe, bits):
+    policy = f"p=float32,c=bfloat16,o=float32,matmul={recipe}"
+    fn = jaxmp.autocast(lambda w, x: jnp.tanh(x @ w) @ w.T, policy)
+    with pytest.warns(UserWarning, match="100% of the FLOPs of layers stay in"):
+        report = jaxmp.audit(fn)(np.ones((32, 20), "float32"), np.ones((16, 32), "float32"))
+    [finding] = report.findings
+    assert finding.what.startswith(f"not in {bits}: a size is 20")
+
+
 def test_convolutions_stay_in_16_bits_and_say_so():
     layers = [nn.Conv(16, (3, 3)), nn.relu, nn.Conv(16, (3, 3))]
     model, x = jaxmp.wrap(nn.Sequential(layers), POLICY), jnp.ones((2, 8, 8, 16))

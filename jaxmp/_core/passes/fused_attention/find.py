@@ -215,8 +215,10 @@ def _fused(
 
 def _check_low(step: Step) -> None:
     """Checks that a product multiplies in 16 bits, without explicit sharding."""
-    if isinstance(step.op, (QuantizedDot, StoredDot)):
-        raise NotFusedError("a product of it is in 8 bits")
+    if isinstance(step.op, QuantizedDot):
+        raise NotFusedError(f"a product of it is in {step.op.product.recipe.few_bits}")
+    if isinstance(step.op, StoredDot):
+        raise NotFusedError("a product of it reads a weight in few bits")
     if not isinstance(step.op, Dot) or {*step.ins, *step.outs} & {None, FLOAT32}:
         raise NotFusedError(f"a product of it is in float32 ({step.why})")
     if any(map(explicit_sharding, step.eqn.invars)):
