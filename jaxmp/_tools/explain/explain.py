@@ -275,6 +275,8 @@ def _dtype(step: Step) -> str:
     """Returns the dtype a first-order equation runs in."""
     if isinstance(step.op, QuantizedDot):
         return step.op.product.forward.name
+    if isinstance(step.op, StoredDot) and step.op.activations:
+        return step.op.activations.name
     read = [dtype for dtype in step.ins if dtype is not None]
     if read:
         return str(min(read, key=lambda dtype: dtype.itemsize))

@@ -403,6 +403,7 @@ def test_products_with_activations_are_integers_and_their_gradients_are_not():
     policy = f"{LOW},weights=int4@row,activations=int8"
     report = jaxmp.explain(function, policy)(params, x)
     assert [row.recipe.forward for row in report.rows if row.op == "dot_general"] == ["int8"] * 2
+    assert report.products() == {"int8": 2}
     assert not [row for row in report.rows if row.op == "reduce_max"]  # the rounding of weights
 
     def loss(function, params, x):
