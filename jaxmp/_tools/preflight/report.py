@@ -19,6 +19,7 @@ from jaxmp._tools.preflight.hlo_collectives import (
     sent_bytes,
 )
 from jaxmp._tools.preflight.size_search import Largest
+from jaxmp._tools.preflight.units import gb, gib, millions, price, seconds
 from jaxmp._tools.speed.target import Target
 from jaxmp.formats import bits_in_words
 
@@ -183,7 +184,7 @@ class PreflightReport(screen.Report):
 
     def _sections(self, *, verbose: bool) -> Iterator[screen.Section]:
         count = screen.counted(self.target.device_count, "device")
-        size = _gib(self.target.hbm_bytes)
+        size = gib(self.target.hbm_bytes)
         yield [f"{self.target.name}: {count} of {size}; sizes are of one device"]
         names = [result.policy for result in self.policies]
         cells = [["", *names], *([label, *cells] for label, cells in _rows(self))]
@@ -218,7 +219,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     programs = [program for program in compiled if program is not None]
 
     def size(label: str, of: Callable[[Preflight], int]) -> tuple[str, list[str]]:
-        return _row(label, [of(result) if result.program else None for result in results], _gib)
+        return _row(label, [of(result) if result.program else None for result in results], gib)
 
     def each(
         of: Callable[[HloProgram], dict[str, Any]], absent: str = "0"
@@ -228,7 +229,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         for label in dict.fromkeys(label for one in found for label in one or ()):
             yield label, ["-" if one is None else str(one.get(label, absent)) for one in found]
 
-    yield _row("peak memory", [r.peak_bytes or None for r in results], _gib)
+    yield _row("peak memory", [r.peak_bytes or None for r in results], gib)
     yield size("  arguments", lambda r: r.argument_bytes)
     yield from _of_arguments(report)
     if any(100 * (r.output_bytes - r.aliased_bytes) > r.peak_bytes for r in results):
@@ -239,15 +240,15 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     for name in results[0].largest:
         yield f"largest {name}", [str(r.largest[name]) for r in results]
     if any(r.bytes_accessed for r in results):
-        yield _row("traffic", [r.bytes_accessed or None for r in results], _gb)
+        yield _row("traffic", [r.bytes_accessed or None for r in results], gb)
     if any(p.cycles or p.unknown_cycles for p in programs):
         yield _row("estimated cycles", compiled, _cycles)
     times = [report.step_time(r.policy) for r in results]
     if any(times):
-        yield _row("estimated step time", [time and time.seconds for time in times], _seconds)
+        yield _row("estimated step time", [time and time.seconds for time in times], seconds)
     costs = [report.cost(r.policy) for r in results]
     if any(cost is not None for cost in costs):
-        yield _row(f"1,000 steps at {report.price_per_hour:g} per chip-hour", costs, _price)
+        yield _row(f"1,000 steps at {report.price_per_hour:g} per chip-hour", costs, price)
     yield from each(lambda p: {f"products {dtype}": n for dtype, n in p.contractions.items()})
     if any(p.products_in_8_bits for p in programs):
         yield _row(f"products in {_few_bits(programs)}", compiled, share_of_8_bits)
@@ -273,16 +274,16 @@ def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
             if 100 * size >= total:
                 shown += size
                 cells = [size if result.program else None for result in report.policies]
-                yield _row(f"    {purpose} {dtype}", cells, _gib)
+                yield _row(f"    {purpose} {dtype}", cells, gib)
     results = report.policies
     rest = [max(r.argument_bytes - shown, 0) if r.program else None for r in results]
     if any(r and 100 * r >= result.argument_bytes for r, result in zip(rest, results, strict=True)):
-        yield _row("    others, padding", rest, _gib)
+        yield _row("    others, padding", rest, gib)
 
 
 def _cycles(program: HloProgram) -> str:
     """Formats the known cycles, and the number of operations whose cycles are unknown."""
-    cycles = "unknown" if program.cycles is None else _millions(program.cycles)
+    cycles = "unknown" if program.cycles is None else millions(program.cycles)
     return f"{cycles} (+ {program.unknown_cycles} ?)" if program.unknown_cycles else cycles
 
 
@@ -308,8 +309,8 @@ def _notes(report: PreflightReport, result: Preflight) -> Iterator[str]:
     excess = result.excess_bytes(report.target)
     if excess > 0:
         left = result.available_bytes
-        of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
-        yield f"does not fit, by {_gib(excess)}{of}."
+        of = f" of the {gib(left)} that the compiler leaves to programs" if left else ""
+        yield f"does not fit, by {gib(excess)}{of}."
     for dtype in report.emulated(result.policy):
         if dtype not in result.warned:
             native = report.target.multiplies(dtype)
@@ -340,31 +341,6 @@ def _few_bits(programs: Sequence[HloProgram]) -> str:
     """Returns the bits of the products of few bits of programs: ``8 bits``, ``8 or 4 bits``."""
     each = {_bits(product.dtype) for p in programs for product in p.products_in_8_bits}
     return bits_in_words(each)
-
-
-def _gib(size: float) -> str:
-    """Formats bytes, in a unit of which there is at least half of one."""
-    if size >= 2**29:
-        return f"{size / 2**30:.2f} GiB"
-    if size >= 2**19:
-        return f"{size / 2**20:.1f} MiB"
-    return f"{size / 2**10:.1f} KiB" if size >= 2**9 else f"{size:.0f} B"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 5e6 else f"{screen.si(size)}B"
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.1f} M" if count >= 50_000 else f"{count:,}"
-
-
-def _seconds(time: float) -> str:
-    return f"{time:.2f} s" if time >= 1 else f"{1e3 * time:.3g} ms"
-
-
-def _price(cost: float) -> str:
-    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
 
 
 def share_of_8_bits(program: HloProgram) -> str:
