@@ -6,11 +6,12 @@ import dataclasses
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmp._core.speed import StepTime, Work, chip_named, step_time
 from jaxmp._tools import screen
+from jaxmp._tools.preflight.comparison import IN_USE, PEAK, TIME, Comparison, compared
 from jaxmp._tools.preflight.hlo import HloProgram, Multiplied
 from jaxmp._tools.preflight.hlo_collectives import (
     collectives_as_data,
@@ -149,6 +150,52 @@ class PreflightReport(screen.Report):
         if time is None or self.price_per_hour is None:
             return None
         return time.seconds * steps / 3600 * self.target.chip_count * self.price_per_hour
+
+    def compare(
+        self,
+        compiled: Any,
+        policy: str | None = None,
+        *,
+        stats: Mapping[str, int] | None = None,
+        seconds: float | None = None,
+    ) -> Comparison:
+        """Compares what was predicted with the same step on the device at hand.
+
+        Args:
+          compiled: the step, compiled: ``jax.jit(step, donate_argnums=…).lower(*args).compile()``.
+            Its compiler's own sizes are read; nothing runs.
+          policy: the policy whose result is meant; None: the only one.
+          stats: ``device.memory_stats()`` after a step: the most bytes that the process had in use,
+            which includes what ran before the step. None on CPUs, which keep none.
+          seconds: the time of a step as you measured it.
+
+        Returns:
+          A `Comparison`: `print` it.
+
+        Raises:
+          KeyError: if the policy is not in the report.
+          ValueError: if there are several and none is named, or its program did not compile.
+          TypeError: if `compiled` is not a compiled function.
+        """
+        if policy is None and len(self.policies) > 1:
+            names = ", ".join(repr(result.policy) for result in self.policies)
+            raise ValueError(f"compare: say which policy was compiled: one of {names}.")
+        result = self.policies[0] if policy is None else self[policy]
+        if result.program is None:
+            why = "failed to compile" if result.error else "does not fit, and has no other figures"
+            raise ValueError(f"compare: the program under {result.policy!r} {why}.")
+        time = self.step_time(result.policy)
+        predicted = {
+            "arguments": result.argument_bytes,
+            "results": result.output_bytes,
+            "results in donated arguments": result.aliased_bytes,
+            "temporaries": result.temporary_bytes,
+            "code": result.code_bytes,
+            PEAK: result.peak_bytes,
+            IN_USE: result.peak_bytes,
+            TIME: time and time.seconds,
+        }
+        return compared(result.policy, self.target.name, predicted, compiled, stats, seconds)
 
     def emulated(self, policy: str) -> dict[str, float]:
         """Returns the FLOPs of products, by dtype, whose operands are widened first.
