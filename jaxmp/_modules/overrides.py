@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -38,6 +39,10 @@ MUCH = 0.1
 
 # A module's path from the wrapped one, or None if it lies outside of that; and its class, if known.
 Found = tuple[Sequence[str] | None, type | None]
+
+# What looks like an index or a slice of layers, and is a glob: one character of those between.
+_NUMBERED = re.compile(r"\w\[[-\d:]+\]")
+_RANGES = " For a layer of an nn.scan write a range without a step, as in 'layers[0:1]'."
 
 # The wrapped modules that are being called. It is part of the key of every jit cache: what is
 # traced inside such a call is as its parts were written.
@@ -291,5 +296,5 @@ def _unmatched(key: str | type, modules: list[Found]) -> str:
     return (
         f"wrap: the pattern {key!r} matches no module, so its policy would have no effect. "
         f"{'The nearest paths' if nearest else 'Paths there are'}: {shown or 'none but the root'}."
-        f"{relative}"
+        f"{relative}{_RANGES if _NUMBERED.search(key) and not ranged(key) else ''}"
     )

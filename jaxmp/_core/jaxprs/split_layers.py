@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs import compat
-from jaxmp._core.jaxprs.attributes import renamed, scope_names
+from jaxmp._core.jaxprs.attributes import in_context, renamed, scope_names
 from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.scopes import LAYERS, REGION
 from jaxmp._core.jaxprs.source import in_scope
@@ -25,31 +25,70 @@ from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.layer_range import ranged
 
 
-def split_layers(jaxpr: Any) -> Any:
+def split_layers(jaxpr: Any, rule_of: str = "") -> Any:
     """Returns an equivalent closed jaxpr in which every scan has one policy for all its layers.
 
+    Args:
+      jaxpr: the closed jaxpr.
+      rule_of: the function whose derivative rule it is, if it is one.
+
     Raises:
-      ValueError: if a range of layers is not within its scan, or no scan is where it should be.
+      ValueError: if a range of layers is not within its scan, no scan is where it should be, or it
+        cannot be split.
     """
-    program = list(equations(compat.closed(jaxpr).jaxpr.eqns))
-    marked = [eqn for eqn in program if in_scope(eqn, LAYERS)]
-    if not marked:
+    if not any(in_scope(eqn, LAYERS) for eqn in equations(compat.closed(jaxpr).jaxpr.eqns)):
         return jaxpr
-    scans = {_scanned(eqn) for eqn in program}
-    for name in itertools.chain.from_iterable(map(scope_names, marked)):
-        path, *policy = _parts(name)
-        if policy and path not in scans:
-            raise ValueError(
-                f"wrap: the PolicyMap's key {_key(path, policy[0])} is for some of the layers that "
-                "a scan runs, and that module is not called in an nn.scan, so it would have no "
-                "effect. Without a scan, layers have names of their own, which keys match."
-            )
+    _check(jaxpr, rule_of)
 
     def split(eqn: JaxprEqn) -> JaxprEqn:
         path = _scanned(eqn)
         return eqn if path is None else _split(eqn, path)
 
     return compat.with_changed_equations(jaxpr, split)
+
+
+def _check(jaxpr: Any, rule_of: str) -> None:
+    """Raises where ranges would have no effect, or could be of several scans."""
+    program = list(equations(compat.closed(jaxpr).jaxpr.eqns))
+    scanned = {_scanned(eqn) for eqn in program}
+    for eqn in program:
+        for path, layers in _ranges([eqn]):
+            if path not in scanned and rule_of:
+                raise ValueError(
+                    f"wrap: the PolicyMap's range {_key(path, layers)} is for a module that the "
+                    f"derivative rule of {rule_of} calls inside the layers, where a rule has the "
+                    "policy around it: give a key of whole layers."
+                )
+            if path not in scanned:
+                raise ValueError(
+                    f"wrap: the PolicyMap's range {_key(path, layers)} is for some layers "
+                    "that a scan runs, and that module is not called in an nn.scan, so it would "
+                    "have no effect. Without a scan, layers have names of their own, which keys "
+                    "match."
+                )
+        if compat.is_next_generation(eqn):
+            for path, layers in _ranges(equations([eqn])):
+                raise ValueError(
+                    f"wrap: the PolicyMap's range {_key(path, layers)} is for some layers "
+                    f"that a scan runs, which is not supported with {compat.called(eqn)}; turn off "
+                    "JAX's settings for it (jax_remat3, jax_custom_vjp3 and the like)."
+                )
+        for inner, named in _body(eqn):
+            if not named and (twice := _scanned(inner)) is not None:
+                raise ValueError(
+                    f"wrap: a PolicyMap's key has a range of the layers of {_shown(twice)!r}, "
+                    "which scans inside each other run, as nn.remat_scan with several lengths "
+                    "does: the range could be of either. Scan them once, or give these layers one "
+                    "policy."
+                )
+
+
+def _ranges(eqns: Iterable[JaxprEqn]) -> Iterator[tuple[str, str]]:
+    """Yields the paths and ranges in the scopes around equations."""
+    for name in itertools.chain.from_iterable(map(scope_names, eqns)):
+        if name.startswith(LAYERS) and "|" in name:
+            path, layers, _ = name.removeprefix(LAYERS).split("|", 2)
+            yield path, layers
 
 
 def _parts(name: str) -> tuple[str | None, ...]:
@@ -62,9 +101,7 @@ def _scanned(eqn: JaxprEqn) -> str | None:
 
     That is the innermost scan around it: a scan inside the module is in the scope itself.
     """
-    if compat.kind(eqn) != "scan":
-        return None
-    for inner in _called(compat.closed(inside(eqn)[0].jaxpr).jaxpr.eqns):
+    for inner, _ in _body(eqn):
         names = scope_names(inner)
         at = next((i for i, name in enumerate(names) if name.startswith(LAYERS)), None)
         # Flax names the module that it scans, and none around it, in the body.
@@ -73,39 +110,47 @@ def _scanned(eqn: JaxprEqn) -> str | None:
     return None
 
 
-def _called(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields equations, and those inside them, but for inside scans."""
-    for eqn in eqns:
-        yield eqn
+def _body(eqn: JaxprEqn) -> Iterator[tuple[JaxprEqn, bool]]:
+    """Yields what a scan runs, but for inside scans; and whether it is in a scope of the body."""
+    if compat.kind(eqn) == "scan":
+        yield from _called(inside(eqn)[0].jaxpr)
+
+
+def _called(jaxpr: Any, *, around: bool = False) -> Iterator[tuple[JaxprEqn, bool]]:
+    for eqn in compat.closed(jaxpr).jaxpr.eqns:
+        named = around or bool(scope_names(eqn))
+        yield eqn, named
         if compat.kind(eqn) != "scan":
-            for jaxpr in compat.inner_jaxprs(eqn):
-                yield from _called(compat.closed(jaxpr).jaxpr.eqns)
+            for inner in compat.inner_jaxprs(eqn):
+                yield from _called(inner, around=named)
 
 
-def _key(path: object, layers: object) -> str:
-    return repr(f"{path}[{layers}]".replace(".", "/"))
+def _shown(path: str) -> str:
+    return path.replace(".", "/")
+
+
+def _key(path: str, layers: str) -> str:
+    return repr(_shown(f"{path}[{layers}]"))
 
 
 def _split(eqn: JaxprEqn, path: str) -> JaxprEqn:
     """Returns a call of consecutive scans in place of one over the layers of a module."""
     [loop] = inside(eqn)
     length, body, unroll = loop.trips, loop.jaxpr, compat.scan_options(eqn)["unroll"]
-    inner = equations(compat.closed(body).jaxpr.eqns)
-    texts = {
-        parts[1]: None
-        for name in itertools.chain.from_iterable(map(scope_names, inner))
-        if len(parts := _parts(name)) == 3 and parts[0] == path
+    ranges = {
+        text: _layers(text, path, length)
+        for at, text in _ranges(equations(compat.closed(body).jaxpr.eqns))
+        if at == path
     }
-    layers = {text: _layers(str(text), path, length) for text in texts}
 
-    def has(i: int) -> frozenset[str | None]:
-        return frozenset(text for text, found in layers.items() if i in found)
+    def has(i: int) -> frozenset[str]:
+        return frozenset(text for text, layers in ranges.items() if i in layers)
 
     pieces = [(key, list(run)) for key, run in itertools.groupby(range(length), has)]
     if loop.reverse:
         pieces.reverse()
 
-    def resolved(eqn: JaxprEqn, key: frozenset[str | None]) -> JaxprEqn:
+    def resolved(eqn: JaxprEqn, key: frozenset[str]) -> JaxprEqn:
         def rename(name: str) -> str | None:
             parts = _parts(name)
             if parts[0] != path:
@@ -118,35 +163,29 @@ def _split(eqn: JaxprEqn, path: str) -> JaxprEqn:
     first = n_consts + n_carry
 
     def scans(*operands: Any) -> list[Any]:
-        with compat.source_of(eqn):  # the call around it has none
-            return in_parts(operands)
-
-    def in_parts(operands: Sequence[Any]) -> list[Any]:
-        consts, carry, stacks = operands[:n_consts], operands[n_consts:first], operands[first:]
-        results: list[tuple[int, list[Any]]] = []
+        consts, stacks = operands[:n_consts], operands[first:]
+        carry: Sequence[Any] = operands[n_consts:first]
+        stacked = {}
         for key, run in pieces:
-            change = functools.partial(resolved, key=key)
             outs = compat.bind(
                 eqn,
                 [*consts, *carry, *(lax.slice_in_dim(x, run[0], run[-1] + 1) for x in stacks)],
-                jaxpr=compat.with_changed_equations(body, change),
+                jaxpr=compat.with_changed_equations(body, functools.partial(resolved, key=key)),
                 length=len(run),
                 unroll=min(unroll, len(run)),
             )
-            carry = tuple(outs[:n_carry])
-            results.append((run[0], outs[n_carry:]))
-        in_order = [stacked for _, stacked in sorted(results, key=lambda result: result[0])]
-        return [*carry, *(_joined(parts) for parts in zip(*in_order, strict=True))]
+            carry, stacked[run[0]] = outs[:n_carry], outs[n_carry:]
+        in_order = [outs for _, outs in sorted(stacked.items())]
+        return [*carry, *(lax.concatenate(parts, 0) for parts in zip(*in_order, strict=True))]
 
-    scans.__name__ = "layers"
-    avals = [var.aval for var in eqn.invars]
-    [call] = jax.make_jaxpr(jax.jit(scans))(*avals).jaxpr.eqns
+    def layers(*operands: Any) -> list[Any]:  # its name is that of the call, which has no source
+        with compat.source_of(eqn):
+            return scans(*operands)
+
+    with in_context(eqn):
+        [call] = jax.make_jaxpr(jax.jit(layers))(*(var.aval for var in eqn.invars)).jaxpr.eqns
     new: JaxprEqn = call.replace(invars=eqn.invars, outvars=eqn.outvars)
     return new
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 0)
 
 
 def _layers(text: str, path: str, length: int) -> range:
@@ -155,7 +194,7 @@ def _layers(text: str, path: str, length: int) -> range:
     layers = key.layers.within(length) if key else None
     if layers is None:
         raise ValueError(
-            f"wrap: the range of the PolicyMap's key {_key(path, text)} is not within the "
+            f"wrap: the PolicyMap's range {_key(path, text)} is not within the "
             f"{length} layers that are scanned there; take a range between 0 and {length}."
         )
     return layers
