@@ -67,7 +67,8 @@ def _check(jaxpr: Any, rule_of: str) -> None:
                     "match."
                 )
         if compat.is_next_generation(eqn):
-            for path, layers in _ranges(equations([eqn])):
+            held = (compat.closed(inner).jaxpr.eqns for inner in compat.inner_jaxprs(eqn))
+            for path, layers in _ranges(equations(itertools.chain.from_iterable(held))):
                 raise ValueError(
                     f"wrap: the PolicyMap's range {_key(path, layers)} is for some layers "
                     f"that a scan runs, which is not supported with {compat.called(eqn)}; turn off "
