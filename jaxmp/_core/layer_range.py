@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_RANGE = re.compile(r"\[(-?\d*):(-?\d*)\]")
+_RANGE = re.compile(r"\[(-?\d+)?:(-?\d+)?\]")
 
 
 class LayerRange(NamedTuple):
@@ -57,12 +57,10 @@ def ranged(key: object) -> RangedKey | None:
       RangedKey(pattern='encoder/layers/mlp', layers=LayerRange(start=-2, stop=None), scan='encoder/layers')
     """  # noqa: E501
     found = _RANGE.search(key) if isinstance(key, str) else None
-    return None if found is None else _apart(found.string, found)
-
-
-def _apart(key: str, found: re.Match[str]) -> RangedKey:
-    scan, after = key[: found.start()], key[found.end() :]
-    start, stop = (int(bound) if bound.strip("-") else None for bound in found.groups())
+    if found is None:
+        return None
+    scan, after = found.string[: found.start()], found.string[found.end() :]
+    start, stop = (int(bound) if bound else None for bound in found.groups())
     return RangedKey(scan + after, LayerRange(start, stop), scan)
 
 

@@ -328,8 +328,9 @@ def test_a_range_that_no_scan_has_is_an_error():
         wrapped(Scanned(), {"layers/up[:1]": BF16}).apply(params, X)
     with pytest.raises(ValueError, match=r"'blocks\[:1\]' matches no module"):
         wrapped(Scanned(), {"blocks[:1]": BF16}).apply(params, X)
-    with pytest.raises(ValueError, match=r"a range without a step, as in 'layers\[0:1\]'"):
-        wrapped(Scanned(), {"layers[0]": BF16}).apply(params, X)
+    for key in ("layers[0]", "layers[::2]", "layers[-:2]"):
+        with pytest.raises(ValueError, match=r"a range without a step, as in 'layers\[0:1\]'"):
+            wrapped(Scanned(), {key: BF16}).apply(params, X)
     with pytest.raises(ValueError, match=r"supported for the nn\.scan of Flax Linen"):
         wrapped(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {"layers[:1]": BF16})
 

@@ -198,10 +198,9 @@ def renamed(eqn: jex_core.JaxprEqn, rename: Callable[[str], str | None]) -> jex_
     """Returns an equation with its named scopes renamed, without those that become None."""
     source, scopes = eqn.source_info, []
     for scope in source.name_stack.stack:
-        name = rename(scope.name) if type(scope).__name__ == "Scope" else None
         if type(scope).__name__ != "Scope":
             scopes.append(scope)
-        elif name is not None:
+        elif (name := rename(scope.name)) is not None:
             scopes.append(type(scope)(name))
     stack = source_info_util.NameStack(tuple(scopes))
     found: jex_core.JaxprEqn = eqn.replace(source_info=source.replace(name_stack=stack))
