@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
+from jaxmp._core.layer_range import LayerRange, range_error, ranged
 from jaxmp._core.printable import shown
 from jaxmp.dtypes import default_device, dtype_name, parse_dtype
 from jaxmp.policy_fields import FIELDS, check_weights, format_policy, parse_policy
@@ -190,6 +191,11 @@ class PolicyMap:
     keys match has the policy of the first. It holds for everything inside the module, except where
     a key matches a module further inside. All else runs under `default`.
 
+    Layers that one `nn.scan` runs are one module. `"layers[:2]"` is its first two, `"layers[-1:]"`
+    its last, `"layers[0:2]/mlp"` a module inside the first two: the scan runs in parts, each
+    under its own policies. Its parameters are one stack, so that with such a key all policies of
+    the map have the same `param_dtype` and `weights`. (Linen's; not for NNX modules.)
+
     Of the policies of modules inside, `compute_dtype` and the refinements count: the wrapped model
     returns the `output_dtype` of its own policy, and a float32 module passes on float32.
 
@@ -203,8 +209,9 @@ class PolicyMap:
       default: The policy, or what `get_policy` reads as one, of the modules no key matches.
 
     Raises:
-      ValueError: If a pattern is empty or has an empty component, a policy cannot be read, or a key
-        has no effect, since one before it matches all that it does.
+      ValueError: If a pattern is empty or has an empty component, a range of layers has none, a
+        policy cannot be read or does not go with ranges, or a key has no effect, since one before
+        it matches all that it does.
       TypeError: If `overrides` is not a mapping, or a key is neither a string nor a class.
 
     Example:
@@ -236,9 +243,27 @@ class PolicyMap:
                     raise ValueError(f"PolicyMap: {shadowed(key, [before])}")
         object.__setattr__(self, "overrides", read)
         object.__setattr__(self, "default", single_policy("PolicyMap: default", self.default))
+        self._check_stacks()
+
+    def _check_stacks(self) -> None:
+        """Raises if a key has a range, and the policies would store one stack in several ways."""
+        key = next((key for key, _ in self.overrides if ranged(key)), None)
+        if key is None:
+            return
+        for name in ("param_dtype", "weights"):
+            said = {getattr(p, name): None for p in (self.default, *dict(self.overrides).values())}
+            if len(said) > 1:
+                values = " and ".join(shown(str(getattr(v, "__name__", v))) for v in said)
+                raise ValueError(
+                    f"PolicyMap: the key {shown(key)} is for some layers of a scan, whose "
+                    f"parameters are one array; the policies have {name} {values}. Give all the "
+                    "same."
+                )
 
     def policy_at(self, path: Sequence[str], module_class: type | None = None) -> Policy | None:
         """Returns the policy of the first key that matches a module, or None if none does.
+
+        Keys with a range match no module as a whole; see `layer_policies_at`.
 
         Args:
           path: The module's path, one string per component; empty for the outermost module.
@@ -249,13 +274,44 @@ class PolicyMap:
                 return cast("Policy", policy)
         return None
 
+    def layer_policies_at(
+        self, path: Sequence[str], module_class: type | None = None
+    ) -> list[tuple[str, LayerRange, Policy]]:
+        """Returns the policies of some layers for a module that a scan runs, last match first.
+
+        Each comes with the path of the scan's module, and the range of layers.
+        """
+        found: list[tuple[str, LayerRange, Policy]] = []
+        for key, policy in self.overrides:
+            if key_matches(key, path, module_class):
+                break  # for all layers: later keys have no effect
+            parts = ranged(key)
+            if parts is not None and key_matches(parts.pattern, path):
+                # `**` stands for any number of components: the scan's path is the one that matches.
+                scan = next(
+                    path[:i] for i in range(len(path) + 1) if key_matches(parts.scan, path[:i])
+                )
+                found.insert(0, ("/".join(scan), parts.layers, policy))
+        return found
+
+    def has_layers(self, path: Sequence[str]) -> bool:
+        """Returns whether some key has a range of the layers of the module at a path."""
+        parts = (ranged(key) for key, _ in self.overrides)
+        return any(part is not None and key_matches(part.scan, path) for part in parts)
+
     def keys_of(
         self, path: Sequence[str] | None, module_class: type | None = None
     ) -> tuple[list[Any], list[Any]]:
         """Returns the keys that match a module: those with its policy, and those without effect."""
-        matching = [pair for pair in self.overrides if key_matches(pair[0], path, module_class)]
-        in_force = [key for key, policy in matching if policy == matching[0][1]]
-        return in_force, [key for key, policy in matching if policy != matching[0][1]]
+        in_force: list[Any] = []
+        others: list[Any] = []
+        first: Policy | None = None  # of all layers
+        for key, policy in self.overrides:
+            parts = ranged(key)
+            if key_matches(parts.pattern if parts else key, path, module_class):
+                (in_force if first in (None, policy) else others).append(key)
+                first = first if parts or first else policy
+        return in_force, others
 
     def __repr__(self) -> str:
         names = {k if isinstance(k, str) else k.__name__: str(v) for k, v in self.overrides}
@@ -275,6 +331,8 @@ def key_matches(
     """
     if isinstance(key, type):
         return module_class is not None and issubclass(module_class, key)
+    if ranged(key):
+        return False  # no module as a whole
     return path is not None and _glob(tuple(key.split("/")), tuple(path))
 
 
@@ -292,6 +350,9 @@ def _covers(key: str | type, other: str | type) -> bool:
     if isinstance(key, type) or isinstance(other, type):
         classes = isinstance(key, type) and isinstance(other, type)
         return classes and issubclass(other, key)  # type: ignore[arg-type]
+    if ranged(key):
+        return key == other
+    other = parts.pattern if (parts := ranged(other)) else other
     if key in ("**", other) or (key.endswith("/**") and other.startswith(key[:-2])):
         return not _WILD.search(key.removesuffix("**")) or key == other
     return not _WILD.search(other) and key_matches(key, other.split("/"))
@@ -323,6 +384,8 @@ def _check_key(key: Any) -> None:
             f"PolicyMap: the pattern {shown(key)} has an empty component; write paths as in "
             "'encoder/layers_0', without a slash at either end."
         )
+    if isinstance(key, str) and (wrong := range_error(key)):
+        raise ValueError(f"PolicyMap: the key {shown(key)} is not understood: {wrong}.")
 
 
 PolicyLike: TypeAlias = str | jmp.Policy | PolicyMap | DTypeLike

@@ -122,6 +122,7 @@ class Interceptor:
         self._marked = self.entered.distinct or frozenset()
         self._around: ModuleInfo | None = None  # the module that is being called
         self._outside: Policy | None = None  # the policy in force around a SpectralNorm
+        self._in_layers = False  # where some layers have policies that are not in force yet
         self._formats: dict[tuple[str, ...], WeightFormat | None] = {}  # that weights were shown in
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
@@ -194,15 +195,19 @@ class Interceptor:
         elif policy is None and around is not None and issubclass(around.cls, nn.SpectralNorm):
             policy, self._outside = outside, None
         marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        in_force, in_layers = policy_in_force(), self._in_layers
         # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
-        if policy is not None and policy_in_force() not in (None, policy):
+        if policy is not None and in_force is not None and (in_layers or policy != in_force):
             marked = region(policy, own=own)
-        self._around = module
+        layers = None
+        if in_force is not None and module.path is not None and not module.wrapped:
+            layers = self.overrides.layers_at(module.path, module.cls)
+        self._around, self._in_layers = module, in_layers or layers is not None
         try:
-            with marked:
+            with marked, layers or contextlib.nullcontext():
                 out = next_fun(*args, **kwargs)
         finally:
-            self._around, self._outside = around, outside
+            self._around, self._outside, self._in_layers = around, outside, in_layers
         # Only after `setup` is it known where a module that shares a scope has its variables.
         if module.is_layer and called:
             module.hold(own_parameters(context.module))

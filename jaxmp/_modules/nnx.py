@@ -34,6 +34,7 @@ def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     """Returns the wrapped module; see `jaxmp.wrap`."""
     cls = without_part(type(module))
     overrides = Overrides(cls, policy)
+    overrides.refuse_layers()
     overrides.check(((_names(path), type(m)) for path, m in nnx.iter_modules(module)), whole=True)
     wrapped = nnx.clone(module, variables=False)
     if not hasattr(wrapped, "_jaxmp_policy"):  # else what is inside keeps its policies

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,8 +23,10 @@ import numpy as np
 
 from jaxmp._core.autocast.transform import is_identity
 from jaxmp._core.jaxprs.source import level_of_user
+from jaxmp._core.layer_range import ranged
 from jaxmp._core.plan.flops import kept_by_layers
 from jaxmp._core.plan.plan import Plan
+from jaxmp._core.plan.regions import layers_region
 from jaxmp._core.plan.rules import governed
 from jaxmp._core.printable import printable
 from jaxmp._core.weight_format import WeightFormat
@@ -36,6 +39,10 @@ MUCH = 0.1
 
 # A module's path from the wrapped one, or None if it lies outside of that; and its class, if known.
 Found = tuple[Sequence[str] | None, type | None]
+
+# What looks like an index or a slice of layers, and is a glob: one character of those between.
+_NUMBERED = re.compile(r"\w\[[-\d:]+\]")
+_RANGES = " For a layer of an nn.scan write a range without a step, as in 'layers[0:1]'."
 
 # The wrapped modules that are being called. It is part of the key of every jit cache: what is
 # traced inside such a call is as its parts were written.
@@ -119,6 +126,25 @@ class Overrides:
     def policy_at(self, path: Sequence[str], cls: type) -> Policy | None:
         """Returns the policy that the user's map has for a path from here and a class, or None."""
         return self.map.policy_at((*(self.part.path if self.part else ()), *path), cls)
+
+    def layers_at(
+        self, path: Sequence[str], cls: type
+    ) -> contextlib.AbstractContextManager[None] | None:
+        """Returns a context that marks layers with policies of their own at a path; or None."""
+        full = (*(self.part.path if self.part else ()), *path)
+        found = self.map.layer_policies_at(full, cls)
+        scan = "/".join(full) if self.map.has_layers(full) else ""
+        return layers_region(scan, found) if scan or found else None
+
+    def refuse_layers(self) -> None:
+        """Raises if a key has a range of layers, which only Linen's scans have."""
+        key = next((key for key, _ in self.map.overrides if ranged(key)), None)
+        if key is not None:
+            raise ValueError(
+                f"wrap: the key {key!r} has a range of layers, which is supported for the nn.scan "
+                "of Flax Linen; in an NNX model, keep those layers out of the scan, as modules "
+                "with names of their own."
+            )
 
     def format_at(
         self, path: tuple[str, ...], modules: Mapping[tuple[str, ...], ModuleInfo]
@@ -270,5 +296,5 @@ def _unmatched(key: str | type, modules: list[Found]) -> str:
     return (
         f"wrap: the pattern {key!r} matches no module, so its policy would have no effect. "
         f"{'The nearest paths' if nearest else 'Paths there are'}: {shown or 'none but the root'}."
-        f"{relative}"
+        f"{relative}{_RANGES if _NUMBERED.search(key) and not ranged(key) else ''}"
     )

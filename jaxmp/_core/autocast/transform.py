@@ -22,6 +22,7 @@ from jaxmp._core.execute.execute import execute
 from jaxmp._core.execute.program_key import comparable, with_equal_bodies
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import is_weak, with_weak_type
+from jaxmp._core.jaxprs.split_layers import split_layers
 from jaxmp._core.jaxprs.trace import Traced, holds_modules, is_array, name_of, trace
 from jaxmp._core.passes.derivatives import Execute
 from jaxmp._core.passes.order import PASSES
@@ -329,7 +330,7 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
     """Traces a call of `fn`, to be planned."""
     with inside_autocast(policy):
         traced = trace(fn, args, kwargs)
-        return traced._replace(jaxpr=with_equal_bodies(sink_dequantize(traced.jaxpr)))
+        return traced._replace(jaxpr=with_equal_bodies(sink_dequantize(split_layers(traced.jaxpr))))
 
 
 def plan_program(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType
@@ -192,6 +192,25 @@ def scoped(eqn: jex_core.JaxprEqn, names: tuple[Any, ...], **replaced: Any) -> j
     named = source.replace(name_stack=source.name_stack + source_info_util.NameStack(names))
     found: jex_core.JaxprEqn = eqn.replace(params=eqn.params | replaced, source_info=named)
     return found
+
+
+def renamed(eqn: jex_core.JaxprEqn, rename: Callable[[str], str | None]) -> jex_core.JaxprEqn:
+    """Returns an equation with its named scopes renamed, without those that become None."""
+    source, scopes = eqn.source_info, []
+    for scope in source.name_stack.stack:
+        if type(scope).__name__ != "Scope":
+            scopes.append(scope)
+        elif (name := rename(scope.name)) is not None:
+            scopes.append(type(scope)(name))
+    stack = source_info_util.NameStack(tuple(scopes))
+    found: jex_core.JaxprEqn = eqn.replace(source_info=source.replace(name_stack=stack))
+    return found
+
+
+def scope_names(eqn: jex_core.JaxprEqn) -> list[str]:
+    """Returns the named scopes around an equation, the innermost last."""
+    stack = eqn.source_info.name_stack.stack
+    return [scope.name for scope in stack if type(scope).__name__ == "Scope"]
 
 
 def under(names: tuple[Any, ...]) -> AbstractContextManager[Any]:

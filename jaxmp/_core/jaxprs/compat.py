@@ -231,6 +231,11 @@ def called(eqn: jex_core.JaxprEqn) -> str:
     return str(eqn.primitive.name) if held is None else type(held).__name__
 
 
+def is_next_generation(eqn: jex_core.JaxprEqn) -> bool:
+    """Returns whether an object in an equation's parameters has its jaxpr, as Scan3's."""
+    return _held(eqn) is not None
+
+
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[Any]:
     """Yields every jaxpr in the parameters of an equation, also one that an object there holds."""
     yield from jex_core.jaxprs_in_params(eqn.params)

@@ -25,6 +25,10 @@ REGION = "jaxmp:"
 # The prefix of the policy, where the region comes from a layer's own `dtype=float32`.
 OWN = "own:"
 
+# The prefix around a module that scans layers with policies of their own, followed by its path; and
+# around what has such a policy: that, the range of layers and the policy, with `|` between.
+LAYERS = "jaxmp_layers="
+
 # Around the division of gradients by the scale of the loss.
 UNSCALE = "jaxmp_unscale"
 

@@ -23,6 +23,7 @@ from jaxmp._core.jaxprs.scopes import (
     DEQUANTIZE,
     EMULATED,
     KEPT,
+    LAYERS,
     MISSED,
     PARAMETER,
     REGION,
@@ -55,7 +56,7 @@ _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_comput
 # Scopes that are not the user's begin with one of these.
 _MARKS = (
     *(REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED),
-    *(SEED, PARAMETER, DEQUANTIZE, ROWS),
+    *(SEED, PARAMETER, DEQUANTIZE, ROWS, LAYERS),
 )
 _NOT_MODULES = ("rematted_computation", *_MARKS)
 

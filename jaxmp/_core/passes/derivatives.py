@@ -34,6 +34,7 @@ from jaxmp._core.execute.program_key import comparable
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import is_inexact, tangent_type
 from jaxmp._core.jaxprs.dataflow import Inside, forward
+from jaxmp._core.jaxprs.split_layers import split_layers
 from jaxmp._core.plan.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._core.plan.plan import DType, Plan, Step, Value
 from jaxmp._core.plan.regions import inside_autocast
@@ -122,12 +123,12 @@ def trace_rule(
     """
     with inside_autocast(policy):
         try:
-            traced = compat.trace_of_tree(rule, avals)
+            jaxpr, shapes = compat.trace_of_tree(rule, avals)
         except jax.errors.UnexpectedTracerError as error:
             raise ClosedOverError(call.name) from error
-    if len(compat.closed(traced[0]).jaxpr.invars) != len(avals):
+    if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(call.name)
-    return traced
+    return split_layers(jaxpr, rule_of=call.name), shapes
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:

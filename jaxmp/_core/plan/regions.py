@@ -10,8 +10,8 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from jaxmp._core.flax import nnx
-from jaxmp._core.jaxprs.scopes import CAST, OWN, REGION
+from jaxmp._core.jaxprs.scopes import CAST, LAYERS, OWN, REGION
 from jaxmp._core.jaxprs.trace import holds_modules, is_array
+from jaxmp._core.layer_range import LayerRange
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
@@ -126,6 +127,30 @@ def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
     note_traced(policy)
     with _POLICY(policy), jax.named_scope(f"{REGION}{OWN if own else ''}{policy}"):
         yield
+
+
+@contextmanager
+def layers_region(scan: str, policies: Iterable[tuple[str, LayerRange, Policy]]) -> Iterator[None]:
+    """Enters a region in which some layers of scans have policies of their own.
+
+    Until the scans are split (`split_layers`), the policy in force is the enclosing one.
+
+    Args:
+      scan: the path of the module entered, if it is one that scans the layers; else empty.
+      policies: the path of the scanning module, the layers and their policy, innermost last.
+    """
+    with ExitStack() as stack:
+        if scan:
+            stack.enter_context(jax.named_scope(f"{LAYERS}{_dotted(scan)}"))
+        for path, layers, policy in policies:
+            note_traced(policy)
+            stack.enter_context(jax.named_scope(f"{LAYERS}{_dotted(path)}|{layers}|{policy}"))
+        yield
+
+
+def _dotted(path: str) -> str:
+    """Returns a path without slashes, which separate the scopes in a name stack's text."""
+    return path.replace("/", ".")
 
 
 def _keeping_as_around(policy: Policy) -> Policy:
