@@ -130,6 +130,22 @@ def test_a_size_known_to_be_a_multiple_multiplies_in_few_bits(recipe: str, rows:
     np.testing.assert_array_equal(program.call(W, x), fn(W, x))
 
 
+@pytest.mark.parametrize("recipe", ["float8", "int8"])
+def test_so_do_ragged_products(recipe: str) -> None:
+    """`len` of an array refuses a symbolic size."""
+
+    def experts(w, sizes, x):
+        return lax.ragged_dot(jnp.tanh(lax.ragged_dot(x, w, sizes)), w, sizes)
+
+    w, sizes = gaussian(1, 2, 16, 16), jnp.array([24, 8])
+    loss = jaxmp.autocast(experts, f"mixed_bfloat16,matmul={recipe}")
+    fn = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.square(loss(*args)))))
+    program = export.export(fn)(w, sizes, open_shape("16*rows", 16))
+    assert {"float8": "f8E4M3FN>", "int8": "xi8>"}[recipe] in program.mlir_module()
+    x = gaussian(3, 32, 16)
+    jax.tree.map(np.testing.assert_array_equal, program.call(w, sizes, x), fn(w, sizes, x))
+
+
 @pytest.mark.parametrize(
     ("recipe", "rows", "multiple"),
     [("float8", "rows", 16), ("float8", "8*rows", 16), ("mxfp8", "16*rows", 32)],
