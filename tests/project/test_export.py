@@ -24,7 +24,7 @@ from support import gaussian
 
 BATCHES = 1, 8, 64
 X = gaussian(0, 64, 128)
-DTYPES = {"bfloat16": "xbf16>", "int8": "xi8>", "int4": "xi4>", "activations": "xi8>"}
+DTYPES = {"bfloat16": "xbf16>", "int8": "xi8>", "int4": "xi4>", "activations": "x256xi32>"}
 
 # Of each program in a folder, the results at each batch, in a process that has neither library.
 SERVER = """
