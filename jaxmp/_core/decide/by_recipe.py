@@ -14,6 +14,7 @@ from jaxmp._core.jaxprs.compat import shape_of
 from jaxmp._core.jaxprs.equation_parameters import contracted, free_sizes, product_axes, ragged_axes
 from jaxmp._core.jaxprs.source import is_backward, module_path, user_line
 from jaxmp._core.plan.demand import NOTHING, PRODUCT
+from jaxmp._core.plan.flops import known_size
 from jaxmp._core.plan.plan import Value
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.plan.why import Kind, Skipped
@@ -27,6 +28,8 @@ from jaxmp.recipes import Recipe
 
 # Matrix units multiply operands of 8 bits or less in blocks of so many: sizes must be multiples.
 MULTIPLE = 16
+# The same of the symbolic sizes of `jax.export`, by granularity: whole blocks.
+_OPEN_MULTIPLE = {name: data.sums for name, (data, _) in BLOCKS.items()}
 
 
 def by_recipe(facts: Facts, decision: Decision) -> Decision:
@@ -53,13 +56,13 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     recipe = on_chip(recipe, chip or chip_for())
     reason = _refused(eqn, values, recipe.granularity)
     if reason is None and recipe.quantizes:
-        reason = _no_layer(facts)
+        reason = _no_layer(facts, recipe)
     if reason is not None:
         return skipped(reason)
     left, _ = (v is not None and v.is_weight for v in values[:2])
     if chip is not None and not _is_ragged(eqn):
-        n_in, *free = _sizes(eqn)
-        gain = pays(recipe, chip, free[left], n_in, free[not left])
+        free = [math.prod(map(known_size, sizes)) for sizes in free_sizes(eqn)]
+        gain = pays(recipe, chip, free[left], known_size(contracted(eqn)), free[not left])
         chosen = f"estimated at {gain.ratio:.2f} of the time of 16 bits on {chip.name}"
         if not gain.pays:
             return skipped(Skipped(f"{recipe} is {chosen}", intended=True))
@@ -114,7 +117,7 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
     return None
 
 
-def _no_layer(facts: Facts) -> Skipped | None:
+def _no_layer(facts: Facts, recipe: Recipe) -> Skipped | None:
     """Returns why a contraction does not multiply in 8 bits, or None."""
     weights = sum(v is not None and v.is_weight for v in facts.values[:2])
     if weights == 0:
@@ -124,11 +127,18 @@ def _no_layer(facts: Facts) -> Skipped | None:
     if not facts.frame.forward.of.get(facts.eqn.outvars[0], NOTHING) & PRODUCT:
         return Skipped("no matmul or convolution reads the result", intended=True)
     for size in _sizes(facts.eqn):
-        if not isinstance(size, int) or size % MULTIPLE:
-            return Skipped(f"a size is {size}, not a multiple of {MULTIPLE}")
+        known = isinstance(size, int)
+        # JAX cannot tell that a symbolic size whose last block is padded is as large as before.
+        multiple = MULTIPLE if known else _OPEN_MULTIPLE.get(recipe.granularity, MULTIPLE)
+        if size % multiple != 0:
+            word = "not" if known else "not known to be"
+            return Skipped(f"a size is {size}, {word} a multiple of {multiple}")
     return None
 
 
-def _sizes(eqn: JaxprEqn) -> list[int]:
-    """Returns the contracted size and each operand's free size, of the product as matrices."""
+def _sizes(eqn: JaxprEqn) -> list[Any]:
+    """Returns the contracted size and each operand's free size, of the product as matrices.
+
+    An `int` each, or an expression of the symbolic dimensions of `jax.export`.
+    """
     return [contracted(eqn), *map(math.prod, free_sizes(eqn))]

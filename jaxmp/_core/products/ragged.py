@@ -41,7 +41,7 @@ class RaggedProduct(Contraction):
         if not self.forward.scaled:
             return self._plain(*operands, sizes, ROWS, self.forward)
         rows, matrices = copies
-        scales = [rows.scale, _of_rows(matrices.scale, sizes, len(rows.values))]
+        scales = [rows.scale, _of_rows(matrices.scale, sizes, rows.values.shape[0])]
         out = _ragged(rows.values, matrices.values, sizes, ROWS, _sums(rows))
         return scaled(out, scales, self.dtype)
 
@@ -59,7 +59,7 @@ class RaggedProduct(Contraction):
             # The saved scale varies along the axis contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32)
-                g = g * (other.scale if of else _of_rows(other.scale, sizes, len(g)))
+                g = g * (other.scale if of else _of_rows(other.scale, sizes, g.shape[0]))
             copy = quantize(g, fmt, (1 - of,))
             scales = [copy.scale]
         left, right = (x.values for x in ((other, copy) if of else (copy, other)))

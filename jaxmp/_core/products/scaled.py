@@ -149,7 +149,7 @@ def _split(x: Any, block: Sequence[int]) -> tuple[Any, list[int], list[int]]:
     split: list[int] = []
     within, counts = [], []
     for size, of in zip(x.shape, block, strict=True):
-        cut = 1 < of < size
+        cut = _is_cut(size, of)
         counts.append(size // of if cut else size if of == 1 else 1)
         split += [counts[-1], of] if cut else [size]
         if of != 1:
@@ -159,7 +159,15 @@ def _split(x: Any, block: Sequence[int]) -> tuple[Any, list[int], list[int]]:
 
 def _missing(shape: Sequence[int], block: Sequence[int]) -> list[int]:
     """Returns by how much the last block of each axis is short."""
-    return [-size % of if 1 < of < size else 0 for size, of in zip(shape, block, strict=True)]
+    return [-size % of if _is_cut(size, of) else 0 for size, of in zip(shape, block, strict=True)]
+
+
+def _is_cut(size: Any, of: Any) -> bool:
+    """Returns whether an axis is split into blocks; symbolic sizes of `jax.export` are, if at all.
+
+    A block of a symbolic size is the whole axis.
+    """
+    return isinstance(of, int) and of > 1 and not (isinstance(size, int) and size <= of)
 
 
 def spread(scale: Any, shape: Sequence[int], block: Sequence[int] | None = None) -> Any:

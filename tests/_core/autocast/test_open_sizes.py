@@ -99,6 +99,76 @@ def test_so_is_a_gradient(name: str) -> None:
     np.testing.assert_allclose(program.call(x), gradient(x), rtol=5e-2, atol=2e-2)
 
 
+def open_shape(rows: str, *sizes: int) -> jax.ShapeDtypeStruct:
+    said = rows.split("; ")
+    [size] = export.symbolic_shape(said[0], constraints=said[1:])
+    return jax.ShapeDtypeStruct((size, *sizes), jnp.float32)
+
+
+def layers(w, x):
+    return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [
+        ("float8", "16*rows"),
+        ("float8", "rows; mod(rows, 16) == 0"),
+        ("int8", "16*rows"),
+        ("blockwise_float8", "128*rows"),
+        ("mxfp8", "32*rows"),
+        ("nvfp4", "16*rows"),
+        ("mxfp4", "32*rows"),
+    ],
+)
+def test_a_size_known_to_be_a_multiple_multiplies_in_few_bits(recipe: str, rows: str) -> None:
+    fn = jax.jit(jaxmp.autocast(layers, f"mixed_bfloat16,matmul={recipe}"))
+    program = export.export(fn)(W, open_shape(rows, 16))
+    plan = jaxmp.explain(layers, f"mixed_bfloat16,matmul={recipe}")(W, open_shape(rows, 16))
+    assert sum(product.quantized for product in plan.quantized().products) == 2
+    x = gaussian(3, 128, 16)
+    np.testing.assert_array_equal(program.call(W, x), fn(W, x))
+
+
+@pytest.mark.parametrize("recipe", ["float8", "int8"])
+def test_so_do_ragged_products(recipe: str) -> None:
+    """`len` of an array refuses a symbolic size."""
+
+    def experts(w, sizes, x):
+        return lax.ragged_dot(jnp.tanh(lax.ragged_dot(x, w, sizes)), w, sizes)
+
+    w, sizes = gaussian(1, 2, 16, 16), jnp.array([24, 8])
+    loss = jaxmp.autocast(experts, f"mixed_bfloat16,matmul={recipe}")
+    fn = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.square(loss(*args)))))
+    program = export.export(fn)(w, sizes, open_shape("16*rows", 16))
+    assert {"float8": "f8E4M3FN>", "int8": "xi8>"}[recipe] in program.mlir_module()
+    x = gaussian(3, 32, 16)
+    jax.tree.map(np.testing.assert_array_equal, program.call(w, sizes, x), fn(w, sizes, x))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "multiple"),
+    [("float8", "rows", 16), ("float8", "8*rows", 16), ("mxfp8", "16*rows", 32)],
+)
+def test_other_open_sizes_stay_in_16_bits_and_say_so(recipe: str, rows: str, multiple: int) -> None:
+    plan = jaxmp.explain(layers, f"mixed_bfloat16,matmul={recipe}")(W, open_shape(rows, 16))
+    why = f"a size is {rows}, not known to be a multiple of {multiple}"
+    assert [product.why_not for product in plan.quantized().products[:2]] == [why, why]
+
+
+def test_auto_takes_an_open_size_for_64() -> None:
+    def fn(w, x):
+        return jnp.tanh(x @ w) @ w.T @ w
+
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    plan = jaxmp.explain(fn, "mixed_bfloat16,matmul=auto@gpu-h100")
+    few, many = plan(w, open_shape("16*rows", 4096)), plan(w, open_shape("16*rows", 128, 4096))
+    known = plan(w, jax.ShapeDtypeStruct((64 * 128, 4096), jnp.float32))
+    assert "of the time of 16 bits on gpu-h100" in few.quantized().products[0].why_not
+    assert many.quantized().products == known.quantized().products
+    assert many.quantized().products[0].quantized
+
+
 def test_open_positions_are_data() -> None:
     def fn(x):
         return (x @ W + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None]) @ W
