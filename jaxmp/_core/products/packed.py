@@ -30,7 +30,11 @@ def unpack(values: Any) -> jax.Array:
       [0, -7, -6, -5, -4, -3, -2, -1]
     """
     packed = jnp.asarray(values)
-    each = lax.bitcast_convert_type(packed, jnp.uint4)
+    if all(isinstance(size, int) for size in packed.shape):
+        each = lax.bitcast_convert_type(packed, jnp.uint4)
+    else:  # XLA does not take bits apart along an axis whose size is symbolic
+        shifts = 4 * jnp.arange(2 * packed.dtype.itemsize, dtype=packed.dtype)
+        each = (packed[..., None] >> shifts & 15).astype(jnp.uint4)
     each = each.reshape(*packed.shape[:-1], packed.shape[-1] * each.shape[-1])
     if packed.dtype == jnp.uint8:
         return lax.bitcast_convert_type(each, jnp.float4_e2m1fn)

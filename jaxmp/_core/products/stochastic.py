@@ -24,7 +24,7 @@ def random_bits(x: Any) -> Any:
     position: Any = np.uint32(0)
     for axis, size in enumerate(x.shape):
         index = lax.broadcasted_iota(np.uint32, x.shape, axis)
-        position = position * np.uint32(size) + index
+        position = position * jnp.asarray(size, np.uint32) + index  # it may be symbolic
     return _mixed(values ^ _mixed(position ^ _mixed(whole)))
 
 

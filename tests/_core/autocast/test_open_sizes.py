@@ -130,6 +130,18 @@ def test_a_size_known_to_be_a_multiple_multiplies_in_few_bits(recipe: str, rows:
     np.testing.assert_array_equal(program.call(W, x), fn(W, x))
 
 
+@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", "16*rows"), ("mxfp4", "32*rows")])
+def test_so_do_gradients_in_4_bits(recipe: str, rows: str) -> None:
+    """What is saved in 4 bits is packed, and random bits know the positions of what they round."""
+    fn = jaxmp.autocast(layers, f"mixed_bfloat16,matmul={recipe}")
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.square(fn(w, x)))))
+    x = gaussian(3, 128, 16)
+    want = gradient(W, x)
+    got = export.export(gradient)(W, open_shape(rows, 16)).call(W, x)
+    # Another order of float32 sums makes other random bits, off by as much as 4 bits are.
+    assert np.linalg.norm(got - want) <= 0.2 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("recipe", ["float8", "int8"])
 def test_so_do_ragged_products(recipe: str) -> None:
     """`len` of an array refuses a symbolic size."""
