@@ -131,8 +131,11 @@ def _no_layer(facts: Facts, recipe: Recipe) -> Skipped | None:
         # JAX cannot tell that a symbolic size whose last block is padded is as large as before.
         multiple = MULTIPLE if known else _OPEN_MULTIPLE.get(recipe.granularity, MULTIPLE)
         if size % multiple != 0:
-            word = "not" if known else "not known to be"
-            return Skipped(f"a size is {size}, {word} a multiple of {multiple}")
+            return Skipped(
+                f"a size is {size}, not a multiple of {multiple}"
+                if known
+                else f"a size is {size}, not known to be a multiple of {multiple}"
+            )
     return None
 
 
