@@ -102,6 +102,20 @@ def test_what_an_iteration_reads_of_the_one_before_is_on_the_host():
     assert host == {"float32": carries + last, "bfloat16": out}
 
 
+def test_much_smaller_arrays_are_not_worth_a_copy():
+    def decaying(w, x):
+        def body(carry, _):
+            x, rate = carry
+            return (jnp.tanh(x @ w) * rate, jnp.cos(rate)), None
+
+        return jnp.mean(jax.lax.scan(body, (x, jnp.float32(1)), length=3)[0][0])
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(autocast(decaying, OFFLOAD)))(W, X))
+    sizes = set(re.findall(r"f32<host>\[([\d,]*)\]", jaxpr))
+    assert any("32" in size for size in sizes), "the rows of x"
+    assert not sizes & {"", "3"}, "the rate"
+
+
 def test_parameters_stay_where_they_are():
     def two(ws, x):
         return jnp.mean(jax.nn.gelu(jax.nn.gelu(x @ ws[0]) @ ws[1]))
