@@ -16,6 +16,14 @@ than their operands: the scores of attention, contracted over the size of a head
 largest arrays of a transformer, and multiplying them again takes a few percent of its FLOPs. It is
 the policy of ``residuals=recompute`` in a `jaxmp.Policy`.
 
+`offload_products` and `offload_long_products` save the same, in the memory of the host: a residual
+is copied there in the forward pass, and back in the backward pass, so that it takes host memory and
+time on the link. Statistics of rows, too small to be worth a copy each, stay on the device. The
+second is the policy of ``residuals=offload``. It pays in scanned layers: where layers are unrolled,
+compilers keep copies longer (`jaxmp.preflight`). JAX differentiates it once in reverse mode, also
+under `jax.vmap` and `jax.jvp`; a gradient of a gradient is refused, "Expected cotangent type
+float32[...] but got float32<host>[...]".
+
 Use them without `prevent_cse=False`: the compiler would find that a rematerialized value was
 computed before, and save that.
 
@@ -31,21 +39,23 @@ Example:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
+from jaxmp._core.host_memory import HOST
 from jaxmp._core.jaxprs.attributes import jaxprs_in
 from jaxmp._core.jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
 from jaxmp._core.jaxprs.compiler_hints import no_excess_precision_p
-from jaxmp._core.jaxprs.equation_parameters import dot_axes, reduced_shape
+from jaxmp._core.jaxprs.equation_parameters import checkpoint_name, dot_axes, reduced_shape
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.printable import shown
 
-__all__ = ["long_products", "products"]
+__all__ = ["long_products", "offload_long_products", "offload_products", "products"]
 
 # Rematerialized: JAX's primitives, and our own barrier. All others are saved.
 _CHEAP = flagged(Flag.CHEAP) | {no_excess_precision_p.name}
@@ -57,6 +67,10 @@ _MUCH_SMALLER = 8
 # The longest axis that is short: the largest head of attention in use. Contracting it again takes
 # fewer FLOPs per element of the result than an accelerator does while it writes and reads that.
 _SHORT = 256
+
+_TO_HOST = Offloadable(src="device", dst=HOST)
+# The name (`jax.ad_checkpoint.checkpoint_name`) of what a program has copied to the host.
+OFFLOADED: Final = "jaxmp_offloaded"
 
 
 def products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
@@ -122,10 +136,66 @@ def long_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     return products(primitive, *avals, **params)
 
 
+def offload_products(primitive: Primitive, *avals: Any, **params: Any) -> Any:
+    """Saves what `products` saves, in host memory, but for the statistics of rows; see the module.
+
+    Args:
+      primitive: the primitive that computes a value.
+      *avals: the types of its operands.
+      **params: its parameters.
+
+    Returns:
+      What `jax.checkpoint` does with the value: copies it to the host, saves or rematerializes it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmp
+      >>> def loss(x, w):
+      ...     return jnp.sum(jax.nn.gelu(x @ w))
+      >>> kept = jax.checkpoint(loss, policy=jaxmp.checkpoint_policies.offload_products)
+      >>> float(jax.jit(jax.grad(kept))(jnp.ones((2, 3)), jnp.zeros((3, 4)))[0, 0])
+      0.0
+
+    Source: `jax.checkpoint_policies.offload_dot_with_no_batch_dims`.
+    """
+    return _offloading(products, primitive, avals, params)
+
+
+def offload_long_products(primitive: Primitive, *avals: Any, **params: Any) -> Any:
+    """Saves what `long_products` saves, in host memory, but for the statistics of rows.
+
+    Args:
+      primitive: the primitive that computes a value.
+      *avals: the types of its operands.
+      **params: its parameters.
+
+    Returns:
+      What `jax.checkpoint` does with the value: copies it to the host, saves or rematerializes it.
+
+    Example:
+      >>> import flax.linen as nn, jaxmp
+      >>> Layer = nn.remat(
+      ...     nn.SelfAttention, policy=jaxmp.checkpoint_policies.offload_long_products)
+    """
+    return _offloading(long_products, primitive, avals, params)
+
+
+def is_offloaded(choice: Any) -> bool:
+    """Returns whether a policy's choice for a value is to save it in host memory."""
+    return isinstance(choice, Offloadable)
+
+
+def _offloading(policy: Any, primitive: Primitive, avals: Any, params: Any) -> Any:
+    _check_called(primitive)
+    if checkpoint_name(primitive, params) == OFFLOADED:
+        return _TO_HOST
+    saves = policy(primitive, *avals, **params)
+    return _TO_HOST if saves and primitive.name not in _STATISTICS else saves
+
+
 def _check_called(primitive: Any) -> None:
     if not isinstance(primitive, Primitive):
         raise TypeError(
-            "jaxmp.checkpoint_policies: products and long_products are policies themselves, which "
+            f"jaxmp.checkpoint_policies: {', '.join(__all__)} are policies themselves, which "
             f"JAX calls with a primitive; got {shown(primitive)}. Write "
             "jax.checkpoint(fn, policy=jaxmp.checkpoint_policies.products)."
         )

@@ -87,9 +87,11 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       residuals: What is saved for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_products` saves: float32 and
         elementwise values are rematerialized. That saves memory and takes time: more of it on TPUs,
-        where XLA rematerializes much by itself. It has no effect where the program has a
-        `jax.checkpoint` of its own; it cannot see one around the transformed function, which is not
-        needed. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs. Under both, a
+        where XLA rematerializes much by itself. "offload" saves the same in the memory of the host,
+        but for the statistics of rows: each array moves over the host's link and back. That is for
+        scanned layers, and is differentiated once. Neither has an effect where the program has a
+        `jax.checkpoint` of its own; they cannot see one around the transformed function, which is
+        not needed. `jaxmp.explain` says where, `jaxmp.preflight` what is saved and what it costs. A
         `jaxmp.QuantizedArray` that a product reads is saved as it is stored.
       attention: What computes attention: None, the program's own operations; or "fused", the kernel
         of the default device (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
@@ -108,8 +110,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
         `reduce_dtype` or `reduce_scatter_dtype` is neither float32 nor the compute dtype, `matmul`
         has formats that do not go with the compute dtype or with `weights`, `weights` names no
-        format, `residuals` is neither "save" nor "recompute", `attention` is not "fused" or names
-        no chip, or `ops` names an unknown class.
+        format, `residuals` is none of "save", "recompute" and "offload", `attention` is not "fused"
+        or names no chip, or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is not a bool, `matmul` is not
         a recipe, or `ops` is not such a mapping.
 

@@ -37,7 +37,7 @@ from jaxmp.recipes import FORMATS, Recipe, check_goes_with, float8, int8, parse_
 OP_CLASSES: Final = ("compute", "full_precision", "promote", "move", "as_written")
 
 # The values of `Policy.residuals`.
-RESIDUALS: Final = ("save", "recompute")
+RESIDUALS: Final = ("save", "recompute", "offload")
 
 # The value of `Policy.attention`, by itself or with the name of a chip.
 FUSED: Final = "fused"
@@ -164,7 +164,8 @@ def check_weights(
 def _read_residuals(residuals: Any, what: str) -> str:
     if residuals not in RESIDUALS:
         raise ValueError(
-            f"{what} must be {' or '.join(map(repr, RESIDUALS))}; got {shown(residuals)}."
+            f"{what} must be {', '.join(map(repr, RESIDUALS[:-1]))} or {RESIDUALS[-1]!r}; got "
+            f"{shown(residuals)}."
         )
     return str(residuals)
 

@@ -27,7 +27,7 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 ORDER = """
     _core.printable _core.layer_range devices formats _core.products.scaled
     _core.products.packed dtypes
-    _core.weight_format _core.chips _core.flax _core.flax_classes _core.jaxprs
+    _core.weight_format _core.host_memory _core.chips _core.flax _core.flax_classes _core.jaxprs
     _core.quantized_array tree recipes _core.speed policy_fields policy policies
     checkpoint_policies _core.quantize quantized _core.plan _core.execute _core.products
     _core.decide _core.passes _core.autocast _training _modules loss_scaling losses

@@ -364,7 +364,7 @@ def plan_program(
     outs = [rules.low if low_output and rules.governs(var) else None for var in open_jaxpr.outvars]
     roots = [WEIGHTS if parameter else OTHER for parameter in parameters]
     plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs, roots=roots)
-    recomputes = any(t.step.rules.policy.residuals == "recompute" for t in plan.tally())
+    recomputes = any(t.step.rules.policy.residuals != "save" for t in plan.tally())
     return recompute(plan) if recomputes else plan
 
 

@@ -12,19 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._core.execute.annotations import marked
 from jaxmp._core.execute.bind import Drop
 from jaxmp._core.execute.environment import Environment, cast, clip
 from jaxmp._core.execute.jit_groups import jit_groups, run_group
 from jaxmp._core.execute.program_key import Bodies
+from jaxmp._core.host_memory import check_host_memory
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import in_context, is_abstract, under, with_dtype
 from jaxmp._core.jaxprs.compat import bind, dtype_of, rematerialize
 from jaxmp._core.jaxprs.higher_order import inside, rebind
 from jaxmp._core.plan.plan import Op, OperandCast, Plan, Segment, Step
 from jaxmp._core.plan.rules import FLOAT16
-from jaxmp.checkpoint_policies import long_products
+from jaxmp.checkpoint_policies import OFFLOADED, long_products, offload_long_products
 
 
 def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[Any]:
@@ -82,9 +84,14 @@ def _run_step(step: Step, env: Environment) -> None:
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     """Runs a segment, whose cheap values are rematerialized in the backward pass."""
+    policy = offload_long_products if segment.offloads else long_products
+    if segment.offloads:
+        check_host_memory("residuals=offload", "residuals=recompute")
 
     def run() -> list[Any]:
         inner = env.within()
+        for var in segment.copied:
+            inner.arrays[var] = checkpoint_name(env.arrays[var], OFFLOADED)
         _run(plan, slice(segment.start, segment.stop), inner, together=True)
         return [inner.arrays[var] for var in segment.results]
 
@@ -93,7 +100,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     body, names = bodies.one(compat.closed(whole).jaxpr)
     with under(names):
         # The backward pass of a loop is a loop of its own, with no forward values to share by CSE.
-        again = rematerialize(body, operands, long_products, prevent_cse=not env.looped)
+        again = rematerialize(body, operands, policy, prevent_cse=not env.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
 
 

@@ -137,6 +137,11 @@ def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
     return tuple(aval.shape[i] for i in params["axes"])
 
 
+def checkpoint_name(primitive: Any, params: Mapping[str, Any]) -> str | None:
+    """Returns the name that `jax.ad_checkpoint.checkpoint_name` gives; None of other primitives."""
+    return str(params["name"]) if primitive.name == "name" and "name" in params else None
+
+
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
     """Returns, for each axis of a ``transpose``'s result, the axis of the operand."""
     return tuple(eqn.params["permutation"])

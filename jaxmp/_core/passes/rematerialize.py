@@ -1,4 +1,4 @@
-"""Rematerialization in the backward pass, under policies with ``residuals=recompute``.
+"""Rematerialization in the backward pass, under ``residuals=recompute`` and ``offload``.
 
 Runs of steps become segments, which `execute` puts under a `jax.checkpoint` with the policy
 `jaxmp.checkpoint_policies.long_products`. A segment ends at a step that must not run again, or that
@@ -8,6 +8,10 @@ policy. It also ends between layers, where few values cross, so that one layer i
 a time. From one residual sum to the next it has the second sum alone, so that equal layers are
 equal jaxprs, which JAX differentiates once. The bodies of loops and of `shard_map` have segments of
 their own, so that one iteration is rematerialized at a time; so have calls with such a step inside.
+
+A segment under ``residuals=offload`` has the policy `offload_long_products`. What it reads of
+earlier steps and iterations, `jax.checkpoint` would save where it is: it copies that to the host
+itself.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,7 @@ from jaxmp._core.execute.execute import CustomCall
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import is_inexact, runs_once, with_dtype
 from jaxmp._core.jaxprs.compat import dtype_of, shape_of, variables
-from jaxmp._core.jaxprs.higher_order import inside
+from jaxmp._core.jaxprs.higher_order import Inner, inside
 from jaxmp._core.jaxprs.primitive_table import TABLE
 from jaxmp._core.jaxprs.scopes import DEQUANTIZE
 from jaxmp._core.jaxprs.source import in_scope
@@ -35,26 +39,69 @@ from jaxmp._core.passes.softmax_vjp import SoftmaxDot, without_attention
 from jaxmp._core.plan.plan import Plan, Segment, Step, Visit
 from jaxmp._core.plan.primitives import MOVING
 from jaxmp._core.plan.why import Residual
-from jaxmp.checkpoint_policies import long_products
+from jaxmp.checkpoint_policies import is_offloaded, long_products, offload_long_products
 
 _SUMS = frozenset({"add", "add_any"})
+_KEPT = (Residual.SAVED, Residual.OFFLOADED)
 
 
 def recompute(plan: Plan) -> Plan:
     """Returns a plan with segments, at any depth, where its policies ask for them."""
+    return _with_segments(plan, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _InLoop:
+    """`recompute` for the body of a loop, of whose operands some are of the iteration before."""
+
+    shared: int
+    carried: int
+
+    def __call__(self, plan: Plan) -> Plan:
+        return _with_segments(plan, plan.jaxpr.invars[self.shared : self.shared + self.carried])
+
+
+def _with_segments(plan: Plan, carried: Collection[Any]) -> Plan:
     whys = list(map(_why_not, plan.steps))
     plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
     last = {var: i for i, dead in enumerate(plan.last_reads) for var in dead}
     segments = []
-    for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
+    kinds = [(not why, _offloads(step)) for why, step in zip(whys, plan.steps, strict=True)]
+    for (free, offloads), run in itertools.groupby(range(len(whys)), kinds.__getitem__):
         where = list(run)
         if free:
             for start, stop in _alike(plan, _pieces(plan, where[0], where[-1] + 1, last)):
                 made = [v for step in plan.steps[start:stop] for v in step.eqn.outvars]
                 read = tuple(v for v in made if last.get(v, len(whys)) >= stop)
-                segments.append(Segment(start, stop, read))
+                copied = _copied(plan, start, stop, carried) if offloads else ()
+                segments.append(Segment(start, stop, read, offloads, copied))
     saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
     return dataclasses.replace(plan, segments=tuple(segments), saves=saves)
+
+
+def _offloads(step: Step) -> bool:
+    """Returns whether the policy of a step, or of one inside it, is to save in host memory."""
+    if not step.plans:
+        return step.rules.policy.residuals == "offload"
+    return any(plan.once(_any_offloads) for plan in step.plans)
+
+
+def _any_offloads(plan: Plan) -> bool:
+    return any(map(_offloads, plan.steps))
+
+
+def _copied(plan: Plan, start: int, stop: int, carried: Collection[Any]) -> tuple[Any, ...]:
+    """Returns the variables of earlier steps that a segment reads, without the much smaller ones.
+
+    Parameters, which are there anyway, are none of them, as long as no earlier step casts them.
+    """
+    computed = {*carried, *(v for step in plan.steps[:start] for v in step.eqn.outvars)}
+    read = dict.fromkeys(v for step in plan.steps[start:stop] for v in plan.reads(step))
+    found = [v for v in read if v in computed and is_inexact(v.aval)]
+    if not all(isinstance(n, int) for v in found for n in shape_of(v)):
+        return ()  # symbolic dimensions of `jax.export` are not known
+    largest = max((math.prod(shape_of(v)) for v in found), default=0)
+    return tuple(v for v in found if 16 * math.prod(shape_of(v)) >= largest)
 
 
 def residual(visit: Visit) -> Residual | None:
@@ -76,8 +123,11 @@ def _in_segment(step: Step) -> Residual | None:
         v.aval if dtype is None else with_dtype(v.aval, dtype)
         for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
     ]
-    keeps = long_products(step.eqn.primitive, *avals, **step.eqn.params)
-    return Residual.SAVED if keeps else Residual.REMATERIALIZED
+    policy = offload_long_products if _offloads(step) else long_products
+    keeps = policy(step.eqn.primitive, *avals, **step.eqn.params)
+    if is_offloaded(keeps):
+        return Residual.OFFLOADED
+    return Residual.SAVED if keeps is True else Residual.REMATERIALIZED
 
 
 def _in_parts(step: Step, why: Residual | None) -> Step:
@@ -86,7 +136,11 @@ def _in_parts(step: Step, why: Residual | None) -> Step:
         return _plain(step)
     if why != Residual.IN_PARTS:
         return step
-    return dataclasses.replace(step, plans=tuple(plan.once(recompute) for plan in step.plans))
+    return dataclasses.replace(step, plans=tuple(_inside(*each) for each in step.inner_plans))
+
+
+def _inside(inner: Inner, plan: Plan) -> Plan:
+    return plan.once(_InLoop(inner.shared or 0, inner.carried))
 
 
 def _plain(step: Step) -> Step:
@@ -126,7 +180,7 @@ def _why_not(step: Step) -> Residual | None:
     whole = all(inner.once(_is_whole) for inner in step.plans)
     if not whole:
         return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
-    asks = step.rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
+    asks = step.rules.policy.residuals != "save" or in_scope(eqn, DEQUANTIZE)
     if not asks and not step.plans:
         return Residual.SAVE_POLICY
     if runs_once(eqn):
@@ -156,7 +210,7 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
             differentiated |= made
             crossing |= made
         crossing = {v for v in crossing if last.get(v, stop) > i}
-        keeps = contracts(eqn) and _in_segment(plan.steps[i]) == Residual.SAVED
+        keeps = contracts(eqn) and _in_segment(plan.steps[i]) in _KEPT
         kept_anyway = keeps or eqn.primitive.name in _SUMS
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
             pieces.append((begin, i + 1))

@@ -146,11 +146,15 @@ class Segment(NamedTuple):
       start: the first step.
       stop: the step after the last one.
       results: its variables that anything after it reads.
+      offloads: whether what is saved of it is saved in host memory.
+      copied: of the variables that it reads, those that it saves there.
     """
 
     start: int
     stop: int
     results: tuple[Any, ...]
+    offloads: bool = False
+    copied: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

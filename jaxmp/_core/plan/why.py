@@ -107,6 +107,7 @@ class Residual(enum.StrEnum):
     """The fate of a step's results until the backward pass, or what else decides it."""
 
     SAVED = "saved for the backward pass"
+    OFFLOADED = "saved for the backward pass, in host memory"
     REMATERIALIZED = "rematerialized in the backward pass"
     SAVE_POLICY = "the policy here says residuals=save"
     OWN_CHECKPOINT = "a jax.checkpoint of the program itself: it keeps what that one says"

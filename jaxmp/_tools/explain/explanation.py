@@ -256,24 +256,23 @@ class Explanation(screen.Report):
         yield from self._residuals(policy)
 
     def _residuals(self, policy: Policy) -> Iterator[str]:
-        """Yields lines on the effect of ``residuals=recompute``, if a policy asks for it."""
+        """Yields lines on the effect of ``residuals=``, if a policy asks for more than saving."""
         ops = _total(self.rows, lambda row: row.count, by=lambda row: row.residual)
-        if Residual.REMATERIALIZED in ops:
+        decided = (Residual.SAVED, Residual.OFFLOADED, Residual.REMATERIALIZED)
+        if ops.keys() & decided[1:]:
+            others = [f"{ops[each]} {each}" for each in decided[1:] if each in ops]
+            saved = f"{ops.get(Residual.SAVED, 0)} operations {Residual.SAVED}"
+            yield from screen.labeled("residuals", "; ".join([saved, *others]))
+        elif policy.residuals != "save":
             yield from screen.labeled(
-                "residuals",
-                f"{ops.get(Residual.SAVED, 0)} operations {Residual.SAVED}; "
-                f"{ops[Residual.REMATERIALIZED]} {Residual.REMATERIALIZED}",
-            )
-        elif policy.residuals == "recompute":
-            yield from screen.labeled(
-                "residuals", "recompute: of no effect, nothing here is rematerialized"
+                "residuals", f"{policy.residuals}: of no effect, nothing here is rematerialized"
             )
         if self.differentiated and ops.keys() - {""}:
             yield (
                 "  differentiated within the program, where what is saved was decided: explain the "
                 "loss itself, or see jaxmp.audit for what a whole step rematerializes"
             )
-        for why in ops.keys() - {"", Residual.SAVED, Residual.REMATERIALIZED}:
+        for why in ops.keys() - {"", *decided}:
             rows = [row for row in self.rows if row.residual == why]
             yield f"  not rematerialized: {_places(rows)}: {why}"
 

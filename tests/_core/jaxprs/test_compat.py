@@ -433,6 +433,15 @@ def _() -> None:
 # --- parameters of first-order equations ----------------------------------------------------------
 
 
+@relied_on("checkpoint_name: name", "params[name]")
+def _() -> None:
+    name = jax.ad_checkpoint.checkpoint_name
+    eqn = equation("name", lambda x: name(x, "kept"), jnp.ones(2))
+    assert equation_parameters.checkpoint_name(eqn.primitive, eqn.params) == "kept"
+    other = equation("sin", jnp.sin, jnp.ones(2))
+    assert equation_parameters.checkpoint_name(other.primitive, {"name": "kept"}) is None
+
+
 @relied_on("dot_general: dimension_numbers", "params[dimension_numbers]")
 def _() -> None:
     eqn = equation("dot_general", lambda a, b: jnp.einsum("bij,bkj->bik", a, b), X[None], X[None])

@@ -156,9 +156,11 @@ def test_the_string_form_reads_back():
 
 
 def test_other_words_are_refused_where_they_stand():
-    with pytest.raises(ValueError, match="position 25: residuals must be 'save' or"):
+    with pytest.raises(
+        ValueError, match="position 25: residuals must be 'save', 'recompute' or 'offload'"
+    ):
         jaxmp.get_policy("mixed_bfloat16,residuals=again")
-    with pytest.raises(ValueError, match="residuals must be 'save' or 'recompute'; got True"):
+    with pytest.raises(ValueError, match="must be 'save', 'recompute' or 'offload'; got True"):
         jaxmp.Policy("f32", "bf16", "f32", residuals=True)
 
 
