@@ -17,6 +17,9 @@ from jaxmp._core.jaxprs.attributes import explicit_sharding, is_inexact, is_weak
 from jaxmp._core.printable import shown
 from jaxmp.tree import widen_floating
 
+# bitsandbytes' bound: smaller arrays, such as biases and the scales of norms, stay as they are.
+SMALLEST: Final = 4096
+
 # The collection in which Flax keeps the scales and histories of its float8 layers. They travel as
 # gradients but are new values.
 _OVERWRITE: Final = "_overwrite_with_gradient"

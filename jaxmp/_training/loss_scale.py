@@ -24,6 +24,7 @@ from jaxmp._training.checks import (
     check_structure,
     update_inner,
 )
+from jaxmp._training.host_state import is_on_host
 from jaxmp._training.leaves import strong, widened
 from jaxmp._training.opt_state import find_scalers, float16_in
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
@@ -225,6 +226,12 @@ def _transformation(
                 f"{rule.function}: there is a loss scaler inside (at inner_state"
                 f"{jax.tree_util.keystr(inside[0][0])}); a step has one loss scale. Keep "
                 "one scaler."
+            )
+        if any(map(is_on_host, jax.tree.leaves(inner_state))):
+            raise ValueError(
+                f"{rule.function}: the optimizer inside keeps its state in host memory, where a "
+                "skipped step is not undone; put the scaler inside: "
+                "store_state(dynamic_loss_scale(inner), …, memory='pinned_host')."
             )
         return start_state(rule, jax.tree.map(strong, inner_state))
 

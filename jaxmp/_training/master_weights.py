@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jaxmp._core.printable import show
 from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
+from jaxmp._training.host_state import in_memory
 from jaxmp._training.leaves import check_key, first_key, next_key
 from jaxmp._training.opt_state import the_scaler
 from jaxmp.tree import (
@@ -78,6 +79,7 @@ def master_weights(
     stochastic_rounding: bool = False,
     remainder: bool = False,
     key: ArrayLike = 0,
+    memory: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lets an optimizer train parameters that are stored in bfloat16 or float16.
 
@@ -112,6 +114,8 @@ def master_weights(
       stochastic_rounding: Round at random instead of keeping masters.
       remainder: Keep remainders instead of masters; parameters of 16 bits must be bfloat16.
       key: PRNG key, or the seed of one, for the rounding.
+      memory: As of `store_state`: "pinned_host" keeps masters, and the state of `inner`, on the
+        host.
 
     Returns:
       A transformation whose state is a `MasterWeightsState`, a `RemainderState` or a
@@ -119,8 +123,8 @@ def master_weights(
 
     Raises:
       TypeError: If `inner` is not an optax transformation.
-      ValueError: If both kinds are asked for; from `init`, with `remainder`, if a parameter is
-        float16; from `update`, if the parameters are not given.
+      ValueError: If both kinds are asked for, or `memory` is unknown; from `init`, with
+        `remainder`, if a parameter is float16; from `update`, if the parameters are not given.
 
     Warns:
       UserWarning: From `init`, if no parameter has 16 bits: then there is nothing to do.
@@ -200,7 +204,8 @@ def master_weights(
         full = optax.apply_updates(widen_floating(params), updates)
         return updates, MasterWeightsState(_masters(params, full), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return in_memory("master_weights", tx, memory)
 
 
 def _kind(stochastic_rounding: bool, remainder: bool) -> type:  # noqa: FBT001

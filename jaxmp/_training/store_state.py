@@ -20,7 +20,8 @@ from jaxmp._training.checks import (
     check_state,
     update_inner,
 )
-from jaxmp._training.leaves import check_key, first_key, next_key, strong
+from jaxmp._training.host_state import in_memory
+from jaxmp._training.leaves import SMALLEST, check_key, first_key, next_key, strong
 from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
@@ -37,9 +38,6 @@ from jaxmp.tree import keys_of, select, widen_floating
 __all__ = ["StoredState", "store_state"]
 
 _DTYPES: Final = ("bfloat16", "int8", "float8_e4m3fn")
-# bitsandbytes' bound. Biases and scales of norms are below it, and are most sensitive.
-_SMALLEST: Final = 4096
-
 
 # The fields of optax's states that are sums of gradients, or parameters and differences of them.
 _SUMS: Final = {
@@ -121,6 +119,7 @@ def store_state(
     block_size: int | None = None,
     shards: int = 1,
     key: ArrayLike = 0,
+    memory: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stores an optimizer's state in 16 or 8 bits a number; the optimizer itself sees float32.
 
@@ -150,23 +149,33 @@ def store_state(
     parameters are. Where the axis of the blocks is sharded over devices, give their number as
     `shards`: then no block is on two of them, and nothing is communicated.
 
+    With `memory="pinned_host"`, arrays of 4096 elements or more are in the memory of the host, in
+    the dtype that they are stored in. A compiled step moves them to the device in turn, when the
+    update of a parameter is computed, and back: that takes time on the host's link
+    (`jaxmp.preflight`). This is then the outermost transformation, but for `master_weights` and
+    `monitor`; a loss scaler goes inside.
+
     Args:
       inner: The optimizer.
-      dtype: bfloat16, int8 or float8_e4m3fn, or the name of one.
+      dtype: bfloat16, int8 or float8_e4m3fn, or the name of one; with `memory` also float32, in
+        which nothing is rounded.
       block_size: The largest number of elements that share a scale in 8 bits; by default 256.
       shards: The number of parts that the axis of the blocks is sharded into.
       key: PRNG key, or the seed of one, for the rounding.
+      memory: "pinned_host", or None for the memory of the device.
 
     Returns:
-      A transformation whose state is a `StoredState`. `state.to_float32()` is the state of `inner`,
-      `state.from_float32(inner_state)` puts one in.
+      A transformation whose state is a `StoredState`: `state.to_float32()` is the state of `inner`,
+      `state.from_float32(inner_state)` puts one in. With float32, its state is that of `inner`.
 
     Raises:
       TypeError: If `inner` is not an optax transformation, or from `update`, if the state is not a
         `StoredState`.
-      ValueError: If the dtype is none of these, `block_size` or `shards` below 1, or a block size
-        is given for bfloat16, which has no scales; from `init`, if `master_weights` is inside; from
-        `update`, if the state was stored in another dtype, is not stored at all, or is corrupted.
+      NotImplementedError: From `init`, if the device has no memory of its host.
+      ValueError: If the dtype or the memory is none of these, `block_size` or `shards` below 1, or
+        a block size is given for 16 bits, which have no scales; from `init`, if `master_weights` is
+        inside; from `update`, if the state was stored in another dtype, is not stored at all, or is
+        corrupted.
 
     Warns:
       UserWarning: From `init`, if no array is stored: then it changes nothing.
@@ -185,17 +194,19 @@ def store_state(
       https://arxiv.org/abs/2010.06192 (stochastic rounding).
     """
     wrapped = as_transformation("store_state", inner)
-    stored_dtype = _parse(dtype)
+    stored_dtype = _parse(dtype, memory)
     if block_size is None:
         block_size = 256
-    elif stored_dtype == jnp.bfloat16:
+    elif stored_dtype.itemsize > 1:
         raise ValueError(
             f"store_state: block_size={block_size!r} is of 8 bits, whose blocks share a scale; "
-            "bfloat16 has none: leave it out."
+            f"{stored_dtype} has none: leave it out."
         )
     check_count("store_state", "block_size", block_size)
     check_count("store_state", "shards", shards)
     check_key("store_state", key)
+    if stored_dtype == jnp.float32:
+        return in_memory("store_state", wrapped, memory)
 
     def init(params: Any) -> StoredState:
         check_arrays("store_state", "the parameter", params)
@@ -230,15 +241,21 @@ def store_state(
         following = select(finite, following, state.key)
         return updates, _encoded(state, new, now)._replace(key=following)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return in_memory("store_state", tx, memory)
 
 
-def _parse(dtype: DTypeLike) -> Any:
+def _parse(dtype: DTypeLike, memory: str | None) -> Any:
     try:
         name = jnp.dtype("bfloat16" if dtype == "bf16" else dtype).name
     except TypeError:
         name = ""
-    if name not in _DTYPES:
+    if name == "float32" and memory is None:
+        raise ValueError(
+            "store_state: dtype=float32 stores what is there, and changes nothing without memory=; "
+            f"give one of {', '.join(_DTYPES)}."
+        )
+    if name not in (*_DTYPES, "float32"):
         raise ValueError(
             f"store_state: dtype must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}; got {dtype!r}."
         )
@@ -249,7 +266,7 @@ def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
     """Returns whether an array has one of some dtypes, and is large enough to store in `dtype`."""
     if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype.name not in dtypes:
         return False
-    if x.size < _SMALLEST:
+    if x.size < SMALLEST:
         return False
     return dtype == jnp.bfloat16 or x.shape[block_axis(x.shape)] >= SHORTEST
 
@@ -274,7 +291,7 @@ def _warn_if_useless(made: list[Any], dtype: Any) -> None:
         largest = max((x.size for x in floats), default=0)
         warnings.warn(
             f"store_state: no array of the optimizer's state is stored in {dtype}, so it changes "
-            f"nothing: arrays below {_SMALLEST} elements (the largest has {largest}) stay as they "
+            f"nothing: arrays below {SMALLEST} elements (the largest has {largest}) stay as they "
             f"are, in 8 bits also those without an axis of {SHORTEST} for blocks, and sums of "
             "gradients and copies of parameters. Leave store_state out for this model.",
             stacklevel=3,

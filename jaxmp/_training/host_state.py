@@ -1,0 +1,173 @@
+"""An optimizer's state in the memory of the host, of which a few arrays at a time are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import Literal
+
+from jaxmp._core.host_memory import HOST, check_host_memory
+from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.compat import variables
+from jaxmp._core.jaxprs.walk import evaluate
+from jaxmp._training.leaves import SMALLEST
+
+__all__ = ["in_memory", "is_on_host"]
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+# Of so many arrays the last ones are on the device: one is updated while another one moves.
+_AT_ONCE: Final = 2
+
+
+def is_on_host(x: Any) -> bool:
+    """Returns whether an array, of values or traced, is in the memory of the host."""
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == _HOST
+
+
+def in_memory(
+    function: str, tx: optax.GradientTransformationExtraArgs, memory: str | None
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the large arrays of a transformation's state in a memory; with None, where they are.
+
+    The state has the same structure and the same bits. In a compiled step an array is moved to the
+    device when the update of its parameter is computed, and back before the one after the next is
+    moved: what is on the device at one time is a few arrays. That order is given by barriers; XLA
+    for TPUs would else move all of them first.
+
+    Raises:
+      ValueError: If the memory is neither None nor "pinned_host".
+      NotImplementedError: From `init`, if the default device has no such memory.
+    """
+    if memory is None:
+        return tx
+    if memory != HOST:
+        raise ValueError(f"{function}: memory must be {HOST!r} or None; got {memory!r}.")
+
+    def init(params: Any) -> Any:
+        check_host_memory(f"{function}: memory={HOST!r}", "memory=None")
+        return jax.tree.map(_to_host, tx.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def moved(state: Any) -> tuple[Any, Any]:
+            out, new = tx.update(updates, jax.tree.map(_to_device, state), params, **extra)
+            return out, jax.tree.map(_to_host, new)
+
+        arrays = jax.tree.leaves((updates, state))
+        if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return moved(state)
+        new: tuple[Any, Any] = _in_turn(moved, state, jax.tree.leaves(updates)[:1])
+        return new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _to_device(x: Any) -> Any:
+    return jax.device_put(x, _DEVICE) if _is_moved(x) else x
+
+
+def _to_host(x: Any) -> Any:
+    return jax.device_put(x, _HOST) if _is_moved(x) else x
+
+
+def _is_moved(x: Any) -> bool:
+    """Returns whether an array belongs in host memory; where it is, its type may not say."""
+    is_large = isinstance(x, jax.Array) and x.size >= SMALLEST
+    return is_large and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _in_turn(moved: Callable[[Any], tuple[Any, Any]], state: Any, first: list[Any]) -> Any:
+    """Returns `moved(state)`, whose arrays in host memory are read in turn.
+
+    Args:
+      moved: the update, traced here: a function of the state that returns the updates and the new
+        state.
+      state: the state.
+      first: arrays that are computed before anything is moved.
+    """
+    arrays = jax.tree.leaves(state)
+    closed, shapes = jax.make_jaxpr(moved, return_shape=True)(state)
+    # optax computes some of all moments in one jitted function.
+    inlined = jax.make_jaxpr(lambda *arrays: evaluate(closed, arrays, _bind_inlined))(*arrays)
+    program = _Program(inlined, arrays, first)
+    outs = compat.closed(inlined).jaxpr.outvars
+    count = len(jax.tree.leaves(shapes[0]))
+    for update in outs[:count]:
+        program.compute([update])
+        program.move_back([v for v in outs[count:] if program.could_compute(v)])
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.results(outs))
+
+
+def _bind_inlined(eqn: Any, operands: list[Any]) -> list[Any]:
+    if compat.kind(eqn) != "jit":
+        return compat.bind(eqn, operands)
+    [inner] = compat.inner_jaxprs(eqn)
+    return evaluate(inner, operands, _bind_inlined)
+
+
+class _Program:
+    """A traced update, run equation by equation in the order in which results are asked for."""
+
+    def __init__(self, closed: Any, arrays: list[Any], first: list[Any]) -> None:
+        jaxpr, consts = compat.closed(closed)
+        self.eqns, self.arrays = jaxpr.eqns, dict(zip(jaxpr.constvars, consts, strict=True))
+        self.arrays |= zip(jaxpr.invars, arrays, strict=True)
+        self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.left = set(range(len(self.eqns)))
+        # What each equation reads of the arrays in host memory, sooner or later.
+        self.on_host = {v for v in jaxpr.invars if _is_moved(self.arrays[v])}
+        self.reads: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.on_host}
+        for eqn in self.eqns:
+            read = frozenset[Any]().union(*map(self._reads, variables(eqn.invars)))
+            self.reads |= dict.fromkeys(eqn.outvars, read)
+        self.moved: set[Any] = set()
+        # What was moved back, by turns; what is moved next waits for the last but one.
+        self.turns = [first] * _AT_ONCE
+
+    def _reads(self, var: Any) -> frozenset[Any]:
+        return self.reads.get(var, frozenset())
+
+    def could_compute(self, var: Any) -> bool:
+        """Returns whether a result is not computed yet, and all that it reads was moved."""
+        return self.made_by.get(var) in self.left and self._reads(var) <= self.moved
+
+    def move_back(self, outs: list[Any]) -> None:
+        """Computes results, the last of a turn."""
+        self.compute(outs)
+        if outs:
+            self.turns.append([self.arrays[v] for v in outs])
+
+    def compute(self, outs: Iterable[Any]) -> None:
+        """Runs the equations that lead to variables, in the program's order."""
+        needed, todo = set[int](), list(variables(outs))
+        while todo:
+            i = self.made_by.get(todo.pop())
+            if i in self.left and i not in needed:
+                needed.add(i)
+                todo += variables(self.eqns[i].invars)
+        for i in sorted(needed):
+            self._run(self.eqns[i])
+        self.left -= needed
+
+    def _run(self, eqn: Any) -> None:
+        for var in self.on_host.difference(self.moved).intersection(variables(eqn.invars)):
+            self.moved.add(var)
+            *_, self.arrays[var] = lax.optimization_barrier(
+                (*self.turns[-_AT_ONCE], self.arrays[var])
+            )
+        with compat.source_of(eqn):
+            outs = compat.bind(eqn, [self._array(atom) for atom in eqn.invars])
+        self.arrays |= zip(eqn.outvars, outs, strict=True)
+
+    def _array(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else self.arrays[atom]
+
+    def results(self, outs: list[Any]) -> list[Any]:
+        """Returns all results; runs what is left, which may have effects."""
+        for i in sorted(self.left):
+            self._run(self.eqns[i])
+        return [self._array(atom) for atom in outs]

@@ -1,0 +1,220 @@
+"""An optimizer's state in the memory of the host: the same bits, moved a few arrays at a time."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from host_memory_kit import device_with
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxmp
+from jaxmp import dynamic_loss_scale, master_weights, store_state
+from jaxmp._training.host_state import is_on_host
+
+from support import assert_same, gaussian, slow_when
+
+HOST = "pinned_host"
+PARAMS = {
+    **{name: gaussian(i, 64, 128) for i, name in enumerate("abcd")},
+    "bias": np.zeros(64, np.float32),
+}
+X = gaussian(9, 16, 64)
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+# By name, the transformation in either memory.
+MAKERS = {
+    "float32": lambda memory: store_state(ADAM, "float32", memory=memory) if memory else ADAM,
+    "bfloat16": functools.partial(store_state, ADAM, "bfloat16"),
+    "clipped, int8": functools.partial(store_state, CLIPPED, "int8"),
+    "float8": functools.partial(store_state, CLIPPED, "float8_e4m3fn"),
+    "a scaler inside": functools.partial(store_state, dynamic_loss_scale(ADAM), "bfloat16"),
+    "two microbatches": functools.partial(store_state, optax.MultiSteps(ADAM, 2), "bfloat16"),
+    "masters": functools.partial(master_weights, store_state(ADAM, "int8")),
+    "remainders": functools.partial(master_weights, ADAM, remainder=True),
+    "masters, and moments": lambda memory: master_weights(
+        store_state(ADAM, "bfloat16", memory=memory), memory=memory
+    ),
+    "a monitor around": lambda memory: jaxmp.numerics.monitor(
+        store_state(ADAM, "bfloat16", memory=memory)
+    ),
+}
+
+
+def made(name: str, memory: str | None):
+    return MAKERS[name](memory=memory) if memory else MAKERS[name](memory=None)
+
+
+def loss(params, x):
+    for name in "abcd":
+        x = jnp.tanh(x @ params[name]) @ params[name].T + params["bias"]
+    return jnp.mean(x**2)
+
+
+def step(tx, params, state, x):
+    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def train(tx, params, steps=3, x=X):
+    state = tx.init(params)
+    stepped = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.array, params)
+    for _ in range(steps):
+        params, state = stepped(params, state, x)
+    return params, state
+
+
+def params_for(name):
+    dtype = jnp.bfloat16 if name.startswith(("masters", "remainders")) else jnp.float32
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+
+
+def kinds(tree):
+    return {(x.size >= 4096, x.sharding.memory_kind) for x in jax.tree.leaves(tree)}
+
+
+@slow_when(lambda name: name not in ("bfloat16", "a scaler inside", "masters"))
+@pytest.mark.parametrize("name", MAKERS)
+def test_training_has_the_same_bits(name):
+    params = params_for(name)
+    here, there = (train(made(name, memory), params) for memory in (None, HOST))
+    assert_same(here, there)
+    assert kinds(there[1]) == {(True, HOST), (False, "device")}
+    assert kinds(there[0]) == {(True, "device"), (False, "device")}
+
+
+@slow_when(lambda name: name != "masters")
+@pytest.mark.parametrize("name", ["bfloat16", "clipped, int8", "masters"])
+def test_shards_stay_on_their_devices(name):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec(None, "data"))
+    params = {
+        key: jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, PartitionSpec()))
+        for key, x in params_for(name).items()
+    }
+    here, there = (train(made(name, memory), params) for memory in (None, HOST))
+    assert_same(here, there)
+    moved = [x for x in jax.tree.leaves(there[1]) if x.size >= 4096]
+    assert moved
+    for x in moved:
+        assert x.sharding.memory_kind == HOST
+        assert x.sharding.spec == rows.spec
+
+
+def test_an_eager_update_and_a_scan_of_steps():
+    tx = store_state(ADAM, "bfloat16", memory=HOST)
+    state, grads = tx.init(PARAMS), jax.grad(loss)(PARAMS, X)
+    eager = tx.update(grads, state, PARAMS)
+    plain = store_state(ADAM, "bfloat16")
+    assert_same(eager, plain.update(grads, plain.init(PARAMS), PARAMS))
+    assert kinds(eager[1]) == {(True, HOST), (False, "device")}
+
+    def body(carry, x):
+        return step(tx, *carry, x), None
+
+    carry = (jax.tree.map(jnp.asarray, PARAMS), state)
+    scanned, _ = jax.jit(lambda carry: lax.scan(body, carry, jnp.stack([X, X, X])))(carry)
+    for got, want in zip(*map(jax.tree.leaves, (scanned, train(tx, PARAMS))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-4)
+
+
+def moves(tx):
+    """Yields the name of a parameter where a moment of it moves, and which way, in a traced step.
+
+    `optax.adam` computes some of all moments in one jitted function.
+    """
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    shapes = {name: 64 + i for i, name in enumerate("abcd")}
+    params |= {name: jnp.ones((rows, 128)) for name, rows in shapes.items()}
+    named = {rows: name for name, rows in shapes.items()}
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            out = eqn.outvars[0].aval
+            to_host = out.memory_space == jax.memory.Space.Host
+            yield named[out.shape[0]], "back" if to_host else "to the device"
+
+
+def test_an_array_moves_back_before_the_one_after_the_next_moves():
+    tx = store_state(ADAM, "float32", memory=HOST)
+    assert list(moves(tx)) == [
+        (name, way) for name in "abcd" for way in ("to the device", "to the device", "back", "back")
+    ]
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    assert len(barriers) == 2 * 4
+    waits = [
+        [made_by[v] for v in eqn.invars[:-1] if v in made_by and "host" in str(v.aval)]
+        for eqn in barriers
+    ]
+    # The first two parameters wait for a gradient, the others for the moments of the last but one.
+    assert [len(wait) for wait in waits] == [0] * 4 + [2] * 4
+    assert len({tuple(wait) for wait in waits[4:]}) == 2
+
+
+def test_effects_of_an_update_remain():
+    seen = []
+
+    def told(updates, params=None):
+        del params
+        jax.debug.callback(lambda x: seen.append(float(x)), jnp.float32(3))
+        return updates
+
+    tx = store_state(optax.chain(optax.stateless(told), ADAM), "float32", memory=HOST)
+    train(tx, PARAMS, steps=1)
+    jax.effects_barrier()
+    assert seen == [3.0]
+
+
+def test_a_skipped_step_leaves_no_trace_but_a_counter():
+    tx = store_state(dynamic_loss_scale(ADAM), "bfloat16", memory=HOST)
+    params, state = train(tx, PARAMS)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
+    updates, skipped = jax.jit(tx.update)(grads, state, params)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    big = [[x for x in jax.tree.leaves(s) if x.size >= 4096] for s in (state, skipped)]
+    assert_same(*big)
+    assert int(skipped.inner_state.skipped_count) == 1
+
+
+def test_a_scaler_outside_is_refused():
+    tx = dynamic_loss_scale(store_state(ADAM, "bfloat16", memory=HOST))
+    message = r"put the scaler inside: store_state\(dynamic_loss_scale\(inner\), …, memory="
+    with pytest.raises(ValueError, match=message):
+        tx.init(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(tx.init, PARAMS)
+
+
+def test_wrong_uses(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"^store_state: memory must be 'pinned_host' or None; got"
+    ):
+        store_state(ADAM, "bfloat16", memory="host")
+    with pytest.raises(ValueError, match=r"^master_weights: memory must be 'pinned_host' or None"):
+        master_weights(ADAM, memory="device")
+    with pytest.raises(ValueError, match="dtype=float32 stores what is there, and changes nothing"):
+        store_state(ADAM, "float32")
+    with pytest.raises(ValueError, match="float32 has none: leave it out"):
+        store_state(ADAM, "float32", memory=HOST, block_size=64)
+    tx = store_state(ADAM, "bfloat16", memory=HOST)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device_with("device")])
+    message = "^store_state: memory='pinned_host' needs memory .* Chip has 'device'; use memory=No"
+    with pytest.raises(NotImplementedError, match=message):
+        tx.init(PARAMS)
+
+
+def test_where_an_array_is():
+    x = jnp.ones(3)
+    assert is_on_host(jax.device_put(x, jax.memory.Space.Host))
+    assert not is_on_host(x)
+    assert not is_on_host(3.0)
