@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 
 from jaxmp._core.host_memory import HOST, check_host_memory
 from jaxmp._core.jaxprs import compat
+from jaxmp._core.jaxprs.attributes import is_tracer
 from jaxmp._core.jaxprs.compat import variables
 from jaxmp._core.jaxprs.walk import evaluate
 from jaxmp._training.leaves import SMALLEST
@@ -58,7 +59,7 @@ def in_memory(
             return out, jax.tree.map(_to_host, new)
 
         arrays = jax.tree.leaves((updates, state))
-        if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        if not any(map(is_tracer, arrays)):
             return moved(state)
         new: tuple[Any, Any] = _in_turn(moved, state, jax.tree.leaves(updates)[:1])
         return new
