@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import jax
+
 from jaxmp.dtypes import default_device
 
 # The memory kind that all backends of JAX 0.10 to 0.12 have: pages that devices read directly.
@@ -28,3 +30,11 @@ def check_host_memory(what: str, instead: str, device: Any = None) -> None:
             f"{what} needs memory of the kind {HOST!r}, and {device.device_kind} has "
             f"{' and '.join(map(repr, kinds)) or 'none'}; use {instead}."
         )
+
+
+def is_on_host(x: Any) -> bool:
+    """Returns whether an array, or what stands for one, is in the memory of the host."""
+    sharding = getattr(x, "sharding", None)
+    if getattr(sharding, "memory_kind", None) == HOST:
+        return True
+    return hasattr(x, "dtype") and jax.typeof(x).memory_space == jax.memory.Space.Host

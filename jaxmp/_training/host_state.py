@@ -18,16 +18,11 @@ from jaxmp._core.jaxprs.compat import variables
 from jaxmp._core.jaxprs.walk import evaluate
 from jaxmp._training.leaves import SMALLEST
 
-__all__ = ["in_memory", "is_on_host"]
+__all__ = ["in_memory"]
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 # Of so many arrays the last ones are on the device: one is updated while another one moves.
 _AT_ONCE: Final = 2
-
-
-def is_on_host(x: Any) -> bool:
-    """Returns whether an array, of values or traced, is in the memory of the host."""
-    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == _HOST
 
 
 def in_memory(

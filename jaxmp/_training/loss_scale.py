@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxmp._core.host_memory import is_on_host
 from jaxmp._core.jaxprs.attributes import is_inexact, varying_axes
 from jaxmp._core.jaxprs.scopes import TESTED
 from jaxmp._training.checks import (
@@ -24,7 +25,6 @@ from jaxmp._training.checks import (
     check_structure,
     update_inner,
 )
-from jaxmp._training.host_state import is_on_host
 from jaxmp._training.leaves import strong, widened
 from jaxmp._training.opt_state import find_scalers, float16_in
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state

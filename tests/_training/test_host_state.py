@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp import dynamic_loss_scale, master_weights, store_state
-from jaxmp._training.host_state import is_on_host
 
 from support import assert_same, gaussian, slow_when
 
@@ -211,10 +210,3 @@ def test_wrong_uses(monkeypatch):
     message = "^store_state: memory='pinned_host' needs memory .* Chip has 'device'; use memory=No"
     with pytest.raises(NotImplementedError, match=message):
         tx.init(PARAMS)
-
-
-def test_where_an_array_is():
-    x = jnp.ones(3)
-    assert is_on_host(jax.device_put(x, jax.memory.Space.Host))
-    assert not is_on_host(x)
-    assert not is_on_host(3.0)

@@ -47,6 +47,7 @@ class Chip:
       compiler: what compiles for it, in JAX's word: ``tpu``, ``cuda``, ``rocm`` or ``oneapi``.
       bytes_per_second: the bandwidth of its memory.
       link_bytes_per_second: the bandwidth to other devices, in one direction; 0 if unknown.
+      host_bytes_per_second: the bandwidth to the memory of the host, likewise.
       clock_hz: the clock of a TPU's estimated cycles; 0 for other chips.
       relative: the time of a product of quantized operands over the time of the same
         product in 16 bits, by dtype; ``mx`` is for block-scaled ones, where they are native. Dtypes
@@ -73,6 +74,7 @@ class Chip:
     compiler: str = ""
     bytes_per_second: float = 0.0
     link_bytes_per_second: float = 0.0
+    host_bytes_per_second: float = 0.0
     clock_hz: float = 0.0
     relative: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     relative_grad_weight: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
@@ -136,6 +138,7 @@ def chip_named(name: str) -> Chip:
         tflops={dtype: rate / per_chip for dtype, rate in chip["tflops"].items()},
         bytes_per_second=chip["hbm_bytes_per_second"] / per_chip,
         link_bytes_per_second=chip.get("link_bytes_per_second", 0.0) / per_chip,
+        host_bytes_per_second=chip.get("host_bytes_per_second", 0.0) / per_chip,
         clock_hz=chip.get("clock_hz", 0.0),
         relative=chip.get("relative", {}),
         relative_grad_weight=chip.get("relative_grad_weight", {}),

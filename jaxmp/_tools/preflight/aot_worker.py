@@ -104,6 +104,13 @@ def target_mesh(mesh: dict[str, Any], devices: list[Any]) -> Any:
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
+def _on_host(x: Any) -> Any:
+    import jax  # noqa: PLC0415
+
+    sharding = x.sharding.with_memory_kind("pinned_host")
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 def compile_program(path: Path, program: Callable[[], Program], job: dict[str, Any]) -> None:
     """Compiles what `program` returns; leaves ``path.json``, also of an error, and ``path.hlo``."""
     import jax  # noqa: PLC0415
@@ -112,6 +119,7 @@ def compile_program(path: Path, program: Callable[[], Program], job: dict[str, A
     options = {"xla_gpu_enable_triton_gemm": False} if platform == "cuda" else {}
     try:
         run, args = program()
+        args = [_on_host(x) if flag else x for x, flag in zip(args, job["on_host"], strict=True)]
         traced = jax.jit(run, donate_argnums=tuple(job["donated"])).trace(*args)
         compiled = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
         path.with_suffix(".hlo").write_text(compiled.as_text(), encoding="utf-8")
@@ -122,6 +130,10 @@ def compile_program(path: Path, program: Callable[[], Program], job: dict[str, A
             "temporary_bytes": memory.temp_size_in_bytes,
             "code_bytes": memory.generated_code_size_in_bytes,
             "aliased_bytes": memory.alias_size_in_bytes,
+            "host_argument_bytes": memory.host_argument_size_in_bytes,
+            "host_output_bytes": memory.host_output_size_in_bytes,
+            "host_temporary_bytes": memory.host_temp_size_in_bytes,
+            "host_aliased_bytes": memory.host_alias_size_in_bytes,
             "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
         }
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the result)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp._core.host_memory import is_on_host
 from jaxmp._core.jaxprs.trace import is_array
 from jaxmp._tools.preflight import aot_worker
 from jaxmp._tools.preflight.hlo import read_hlo
@@ -137,6 +138,7 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
         "topology": target.topology,
         "config": target.config,
         "donated": [i for i, flag in enumerate(flags) if flag],
+        "on_host": [is_on_host(leaf) for leaf in _arrays(args)],
         "mesh": None,
     }
     if not meshes:

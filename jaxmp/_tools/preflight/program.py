@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._core.flax import is_graph_node
+from jaxmp._core.host_memory import is_on_host
 from jaxmp._core.jaxprs.attributes import filled
 from jaxmp._core.jaxprs.compat import closed, trace, with_changed_equations
 from jaxmp._core.jaxprs.dataflow import Inside, forward
@@ -175,7 +176,7 @@ def _distinct(jaxpr: Any, own: int) -> list[bool]:
 def bytes_by_purpose(
     args: Sequence[Any], params: Collection[int], batch: Collection[int]
 ) -> dict[str, dict[str, int]]:
-    """Adds up the bytes of arguments on one device, by purpose and dtype.
+    """Adds up the bytes of arguments on one device, not its host, by purpose and dtype.
 
     The parameters are the arguments `params`, or their parts of the name `params`; an optimizer's
     state is recognized by its class, or by the name `opt_state`.
@@ -197,6 +198,8 @@ def bytes_by_purpose(
         at = {i, i - len(args)}
         purpose = PARAMETERS if at & {*params} else BATCH if at & {*batch} else OTHERS
         for inside, leaf in _leaves(arg, purpose):
+            if is_on_host(leaf):
+                continue
             sharding = sharding_of(leaf)
             shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
             sizes[inside][str(leaf.dtype)] += math.prod(shape) * leaf.dtype.itemsize

@@ -46,6 +46,8 @@ class Preflight:
       temporary_bytes: of temporaries.
       code_bytes: of the compiled program itself, which is in the device's memory too.
       aliased_bytes: of results that reuse the buffers of donated arguments.
+      host_argument_bytes, host_output_bytes, host_temporary_bytes, host_aliased_bytes: the same in
+        the memory of the host, of which the peak has none.
       required_bytes: the peak, where the compiler refuses a program that does not fit (TPU). It
         reports nothing else of such a program, so that all other figures are zero.
       available_bytes: the memory that the compiler then leaves to programs, which is a little less
@@ -68,6 +70,10 @@ class Preflight:
     temporary_bytes: int = 0
     code_bytes: int = 0
     aliased_bytes: int = 0
+    host_argument_bytes: int = 0
+    host_output_bytes: int = 0
+    host_temporary_bytes: int = 0
+    host_aliased_bytes: int = 0
     required_bytes: int = 0
     available_bytes: int = 0
     bytes_accessed: float | None = None
@@ -83,6 +89,18 @@ class Preflight:
         """The memory needed: arguments, results, temporaries and code, less what is aliased."""
         data = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.aliased_bytes
         return self.required_bytes or data + self.code_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory needed on the host."""
+        results = self.host_output_bytes - self.host_aliased_bytes
+        return self.host_argument_bytes + self.host_temporary_bytes + results
+
+    @property
+    def host_moved_bytes(self) -> tuple[int, int]:
+        """The bytes moved from the host and to it, if each array is moved once."""
+        temporaries = self.host_temporary_bytes
+        return self.host_argument_bytes + temporaries, self.host_output_bytes + temporaries
 
     @property
     def work(self) -> Work | None:
@@ -143,6 +161,15 @@ class PreflightReport(screen.Report):
         """
         work = self[policy].work
         return None if work is None else step_time(chip_named(self.target.name), work)
+
+    def host_time(self, policy: str) -> float | None:
+        """Returns the seconds that a call's moves from and to the host take, at the least.
+
+        None if the bandwidth of the chip's link to its host is unknown, or nothing moves.
+        """
+        moved, rate = self[policy].host_moved_bytes, chip_named(self.target.name)
+        seconds = rate.host_bytes_per_second and max(moved) / rate.host_bytes_per_second
+        return seconds or None
 
     def cost(self, policy: str, steps: int = 1000) -> float | None:
         """Returns the price of `steps` calls on all chips; None without a price, or a time."""
@@ -283,6 +310,10 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield size("  results", lambda r: r.output_bytes - r.aliased_bytes)
     yield size("  temporaries", lambda r: r.temporary_bytes)
     yield size("  code", lambda r: r.code_bytes)
+    if any(r.host_bytes for r in results):
+        yield size("host memory", lambda r: r.host_bytes)
+        yield size("  moved from and to it", lambda r: sum(r.host_moved_bytes))
+        yield _row("  time at its link", [report.host_time(r.policy) for r in results], seconds)
     yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
     for name in results[0].largest:
         yield f"largest {name}", [str(r.largest[name]) for r in results]
@@ -365,6 +396,8 @@ def _notes(report: PreflightReport, result: Preflight) -> Iterator[str]:
             yield f"{dtype} is emulated: {why}its operands are widened first."
     if result.warned:
         yield f"{result.warned}."
+    if result.host_bytes:
+        yield _on_host(report, result)
     if result.callbacks:
         calls = ", ".join(f"{count} {name}" for name, count in result.callbacks.items())
         yield f"callbacks are not compiled ({calls}): other arrays stand for their results."
@@ -377,6 +410,20 @@ def _notes(report: PreflightReport, result: Preflight) -> Iterator[str]:
             f"the compiler does not know the cycles of {result.program.unknown_cycles} "
             "operations, which are not in the sum."
         )
+
+
+def _on_host(report: PreflightReport, result: Preflight) -> str:
+    """Returns whether moves from and to the host hide behind the step."""
+    crossing, step = report.host_time(result.policy), report.step_time(result.policy)
+    if crossing is None:
+        chip = report.target.name.partition(":")[0]
+        return f"the bandwidth between {chip} and its host is not published; measure a step."
+    if step is None:
+        return "whether the moves from and to the host hide behind the step is unknown."
+    beside = f"{seconds(crossing)} of moves from and to the host, beside {seconds(step.seconds)}"
+    if crossing > step.seconds:
+        return f"{beside} of the step, do not hide behind it."
+    return f"{beside} of the step, can hide behind it."
 
 
 def _bits(dtype: str) -> int:
