@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._core.host_memory import is_on_host
 from jaxmp._tools.speed.target import parse_target
 from jaxmp.losses import linear_cross_entropy
 
@@ -53,6 +54,7 @@ class Variant:
       remainder: whether parameters are bfloat16, with 16 bits more of each in the state.
       chunked: whether the loss is computed without an array of all logits.
       recompute: whether layers are computed again in the backward pass.
+      memory: what the optimizer's state is in, if not in the device's.
     """
 
     policy: str = "float32"
@@ -60,6 +62,7 @@ class Variant:
     remainder: bool = False
     chunked: bool = False
     recompute: bool = False
+    memory: str | None = None
 
 
 def variants() -> dict[str, Variant]:
@@ -72,6 +75,11 @@ def variants() -> dict[str, Variant]:
         "+ bfloat16 weights, remainders": {"remainder": True},
         "+ linear_cross_entropy": {"chunked": True},
         "+ nn.remat of layers": {"recompute": True},
+        "residuals=offload for nn.remat": {
+            "recompute": False,
+            "policy": "mixed_bfloat16,residuals=offload",
+        },
+        "+ state in host memory": {"memory": "pinned_host"},
     }
     found, variant = {}, Variant()
     for name, change in changes.items():
@@ -88,7 +96,10 @@ def split(like: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
             spec[max(first, key=lambda i: like.shape[i])] = "data"
         if like.shape[-1] % mesh.shape["more"] == 0:
             spec[-1] = "more"
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, P(*spec)))
+    sharding = NamedSharding(
+        mesh, P(*spec), memory_kind="pinned_host" if is_on_host(like) else None
+    )
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
 
 def step(variant: Variant, devices: int) -> tuple[Any, tuple[Any, ...]]:
@@ -102,7 +113,7 @@ def step(variant: Variant, devices: int) -> tuple[Any, tuple[Any, ...]]:
     if variant.moments != "float32":
         tx = jaxmp.store_state(tx, variant.moments, shards=FIRST)
     if variant.remainder:
-        tx = jaxmp.master_weights(tx, remainder=True)
+        tx = jaxmp.master_weights(tx, remainder=True, memory=variant.memory)
     tokens = jax.ShapeDtypeStruct((devices, LENGTH), jnp.int32, sharding=by_batch)
     params = jax.eval_shape(model().init, jax.random.key(0), tokens)
     if variant.remainder:
