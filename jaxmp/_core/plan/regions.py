@@ -22,8 +22,8 @@ import numpy as np
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.scopes import CAST, LAYERS, OWN, REGION
 from jaxmp._core.jaxprs.trace import holds_modules, is_array
-from jaxmp._core.layer_range import LayerRange
 from jaxmp._core.plan.rules import FLOAT32
+from jaxmp._core.policy_keys import LayerRange
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
 
