@@ -6,18 +6,15 @@ A `Policy` is a `jmp.Policy`, so libraries that take one of those (Haiku, for on
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast, overload
 
 import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
-from jaxmp._core.layer_range import LayerRange, range_error, ranged
+from jaxmp._core.policy_keys import LayerRange, check_key, covers, key_matches, ranged, shadowed
 from jaxmp._core.printable import shown
 from jaxmp.dtypes import default_device, dtype_name, parse_dtype
 from jaxmp.policy_fields import FIELDS, check_weights, format_policy, parse_policy
@@ -28,9 +25,6 @@ __all__ = ["Policy", "PolicyLike", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
 
-# The most characters of a pattern.
-_LONGEST = 1_000
-_WILD = re.compile(r"[*?[]")
 # The functions that take a policy, but not a function with arguments.
 _OF_MODULES = ("get_policy", "wrap", "prepare", "PolicyMap", "TrainState.create")
 
@@ -237,11 +231,11 @@ class PolicyMap:
                 f"policies; got {shown(overrides)} of type {type(overrides).__name__!r}."
             )
         for key, _ in pairs:
-            _check_key(key)
+            check_key(key)
         read = tuple((key, single_policy("PolicyMap", policy)) for key, policy in pairs)
         for i, (key, policy) in enumerate(read):
             for before, other in read[:i]:
-                if policy != other and _covers(before, key):
+                if policy != other and covers(before, key):
                     raise ValueError(f"PolicyMap: {shadowed(key, [before])}")
         object.__setattr__(self, "overrides", read)
         object.__setattr__(self, "default", single_policy("PolicyMap: default", self.default))
@@ -318,76 +312,6 @@ class PolicyMap:
     def __repr__(self) -> str:
         names = {k if isinstance(k, str) else k.__name__: str(v) for k, v in self.overrides}
         return f"PolicyMap({names!r}, default={str(self.default)!r})"
-
-
-def key_matches(
-    key: str | type, path: Sequence[str] | None, module_class: type | None = None
-) -> bool:
-    """Returns whether a key of a `PolicyMap` matches the module of a path and a class.
-
-    Example:
-      >>> key_matches("encoder/**", ("encoder", "layers_0", "norm"))
-      True
-      >>> key_matches("encoder/*", ("encoder", "layers_0", "norm"))
-      False
-    """
-    if isinstance(key, type):
-        return module_class is not None and issubclass(module_class, key)
-    if ranged(key):
-        return False  # no module as a whole
-    return path is not None and _glob(tuple(key.split("/")), tuple(path))
-
-
-def shadowed(key: str | type, before: Iterable[str | type]) -> str:
-    """Says that a key of a map has no effect, for those before it."""
-    name, *names = (shown(k) if isinstance(k, str) else k.__name__ for k in (key, *before))
-    return (
-        f"the key {name} would have no effect: {' and '.join(names)}, before it, matches every "
-        "module that it does, and the first match counts. Put it first, or leave it out."
-    )
-
-
-def _covers(key: str | type, other: str | type) -> bool:
-    """Returns whether a key is known to match whatever another one matches."""
-    if isinstance(key, type) or isinstance(other, type):
-        classes = isinstance(key, type) and isinstance(other, type)
-        return classes and issubclass(other, key)  # type: ignore[arg-type]
-    if ranged(key):
-        return key == other
-    other = parts.pattern if (parts := ranged(other)) else other
-    if key in ("**", other) or (key.endswith("/**") and other.startswith(key[:-2])):
-        return not _WILD.search(key.removesuffix("**")) or key == other
-    return not _WILD.search(other) and key_matches(key, other.split("/"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _glob(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    if not pattern:
-        return not path
-    head, *rest = pattern
-    if head == "**":
-        return any(_glob(tuple(rest), path[i:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], head) and _glob(tuple(rest), path[1:])
-
-
-def _check_key(key: Any) -> None:
-    if not isinstance(key, (str, type)):
-        raise TypeError(
-            "PolicyMap: a key is a pattern such as 'encoder/layers_*' or a module class; got "
-            f"{shown(key)} of type {type(key).__name__!r}."
-        )
-    if isinstance(key, str) and len(key) > _LONGEST:
-        raise ValueError(
-            f"PolicyMap: a pattern has at most {_LONGEST:,} characters; got {len(key):,}: "
-            f"{shown(key)}."
-        )
-    if isinstance(key, str) and not all(key.split("/")):
-        raise ValueError(
-            f"PolicyMap: the pattern {shown(key)} has an empty component; write paths as in "
-            "'encoder/layers_0', without a slash at either end."
-        )
-    if isinstance(key, str) and (wrong := range_error(key)):
-        raise ValueError(f"PolicyMap: the key {shown(key)} is not understood: {wrong}.")
 
 
 PolicyLike: TypeAlias = str | jmp.Policy | PolicyMap | DTypeLike

@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxmp._core.flax import InterceptorContext
-from jaxmp._core.plan.regions import policy_in_force, region
+from jaxmp._core.plan.regions import is_lost_in_rule, policy_in_force, region
 from jaxmp._core.quantize.trees import trained_as_stored
 from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
@@ -199,6 +199,8 @@ class Interceptor:
         # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
         if policy is not None and in_force is not None and (in_layers or policy != in_force):
             marked = region(policy, own=own)
+        elif in_force is not None and is_lost_in_rule(in_force):
+            marked = region(in_force, own=own)
         layers = None
         if in_force is not None and module.path is not None and not module.wrapped:
             layers = self.overrides.layers_at(module.path, module.cls)

@@ -23,15 +23,15 @@ import numpy as np
 
 from jaxmp._core.autocast.transform import is_identity
 from jaxmp._core.jaxprs.source import level_of_user
-from jaxmp._core.layer_range import ranged
 from jaxmp._core.plan.flops import kept_by_layers
 from jaxmp._core.plan.plan import Plan
 from jaxmp._core.plan.regions import layers_region
 from jaxmp._core.plan.rules import governed
+from jaxmp._core.policy_keys import ranged, shadowed
 from jaxmp._core.printable import printable
 from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
-from jaxmp.policy import Policy, PolicyMap, shadowed
+from jaxmp.policy import Policy, PolicyMap
 
 # The share of the products' FLOPs above which layers that stay float32 are warned about: the
 # least at which a model is noticeably slower for it.

@@ -25,7 +25,7 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 # From the bottom up: a module imports only from those before it, and is of the longest name here
 # that it begins with.
 ORDER = """
-    _core.printable _core.layer_range devices formats _core.products.scaled
+    _core.printable _core.policy_keys devices formats _core.products.scaled
     _core.products.packed dtypes
     _core.weight_format _core.host_memory _core.chips _core.flax _core.flax_classes _core.jaxprs
     _core.quantized_array tree recipes _core.speed policy_fields policy policies

@@ -29,6 +29,7 @@ from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.passes.derivatives import ClosedOverError, Execute, Pattern, call_of, trace_rule
 from jaxmp._core.plan.plan import Plan, Step
 from jaxmp._core.plan.provenance import PARAMETER
+from jaxmp._core.plan.rules import runs_as_written
 from jaxmp._core.plan.why import Kind
 
 
@@ -85,7 +86,7 @@ def _closes_over(step: Step, perturbed: Mapping[int, Pattern]) -> bool:
             ]
         )
 
-    if rules.as_written:
+    if runs_as_written(step.plans[0].jaxpr, rules):
         return False
     try:
         trace_rule(call, derivative, call.ins, rules.policy)

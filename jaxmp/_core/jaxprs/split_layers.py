@@ -22,7 +22,7 @@ from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.scopes import LAYERS, REGION
 from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.jaxprs.walk import equations
-from jaxmp._core.layer_range import ranged
+from jaxmp._core.policy_keys import ranged
 
 
 def split_layers(jaxpr: Any, rule_of: str = "") -> Any:

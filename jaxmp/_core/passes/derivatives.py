@@ -37,9 +37,9 @@ from jaxmp._core.jaxprs.dataflow import Inside, forward
 from jaxmp._core.jaxprs.split_layers import split_layers
 from jaxmp._core.plan.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._core.plan.plan import DType, Plan, Step, Value
-from jaxmp._core.plan.regions import inside_autocast
+from jaxmp._core.plan.regions import inside_rule
 from jaxmp._core.plan.roots import OTHER, is_zeros
-from jaxmp._core.plan.rules import Rules
+from jaxmp._core.plan.rules import Rules, runs_as_written
 from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp.policy import Policy
 
@@ -121,7 +121,7 @@ def trace_rule(
     Raises:
       ClosedOverError: if the rule uses values of an enclosing function that are not its operands.
     """
-    with inside_autocast(policy):
+    with inside_rule(policy):
         try:
             jaxpr, shapes = compat.trace_of_tree(rule, avals)
         except jax.errors.UnexpectedTracerError as error:
@@ -163,7 +163,9 @@ def derive(plan: Plan, planner: Planning) -> Plan:
 
     def derived(step: Step) -> Step:
         op = step.op
-        if not isinstance(op, CustomCall) or step.plans[0].rules.as_written:
+        if not isinstance(op, CustomCall):
+            return step
+        if runs_as_written(step.plans[0].jaxpr, step.plans[0].rules):
             return step
         make = reverse_mode if op.reverse else forward_mode
         planned = functools.cache(lambda: make(call_of(step.eqn), step.plans[0], another))

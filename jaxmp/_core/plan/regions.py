@@ -22,8 +22,8 @@ import numpy as np
 from jaxmp._core.flax import nnx
 from jaxmp._core.jaxprs.scopes import CAST, LAYERS, OWN, REGION
 from jaxmp._core.jaxprs.trace import holds_modules, is_array
-from jaxmp._core.layer_range import LayerRange
 from jaxmp._core.plan.rules import FLOAT32
+from jaxmp._core.policy_keys import LayerRange
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
 
@@ -32,6 +32,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Part of JAX's trace context and so of the key of every jit cache: what is traced inside an
 # autocast (where an inner autocast only leaves a marker) is never reused outside of one.
 _POLICY = jax.make_user_context(default_value=None)
+
+# The policy around the derivative rule that is being traced; None outside of rules. A part of the
+# key of jit caches, too: modules mark more regions in a rule.
+_RULE = jax.make_user_context(default_value=None)
 
 
 # The policies that something was traced under, where `policies_traced` collects them.
@@ -113,6 +117,22 @@ def policy_in_force() -> Policy | None:
     """Returns the policy that the current trace will be planned under; None outside an autocast."""
     policy: Policy | None = _POLICY.value
     return policy
+
+
+@contextmanager
+def inside_rule(policy: Policy) -> Iterator[None]:
+    """Enters the trace of a derivative rule, to be planned under the policy around its call."""
+    with inside_autocast(policy), _RULE(policy):
+        yield
+
+
+def is_lost_in_rule(policy: Policy) -> bool:
+    """Returns whether a region with a policy around a module may not hold for its gradient.
+
+    A rule may call `jax.vjp` in one region and the pullback in none: the equations of the backward
+    pass are in the regions entered inside `jax.vjp` alone.
+    """
+    return _RULE.value not in (None, policy)
 
 
 @contextmanager

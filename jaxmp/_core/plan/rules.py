@@ -11,10 +11,11 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core.jaxprs.attributes import is_reference, name_stack
-from jaxmp._core.jaxprs.compat import dtype_of, kind
+from jaxmp._core.jaxprs.compat import closed, dtype_of, kind
 from jaxmp._core.jaxprs.equation_parameters import contracted, jitted_name, precision
 from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._core.jaxprs.scopes import OWN, REGION
+from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.plan.primitives import CALLED, LOOKING_UP, classify
 from jaxmp._core.plan.why import Kind, Why
 from jaxmp.policy import Policy, get_policy
@@ -160,6 +161,17 @@ def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
         return found
     above = found.low is not None and found.low.itemsize >= around.wide.itemsize
     return changed(found, wide=around.wide, low=None if above else found.low)
+
+
+def runs_as_written(jaxpr: Any, rules: Rules) -> bool:
+    """Returns whether a jaxpr runs as written under its rules: no region in it computes otherwise.
+
+    A call of it with a derivative rule can then be left to JAX.
+    """
+    if not rules.as_written:
+        return False
+    found = map(region_rules, equations(closed(jaxpr).jaxpr.eqns))
+    return all(inner is None or inner.as_written for inner in found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._core.policy_keys import key_matches
 from jaxmp._core.printable import keys_of
 from jaxmp._core.weight_format import BLOCK_SIZE, WeightFormat, activation_format, parse_weights
 from jaxmp.formats import Format
-from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
+from jaxmp.policy import Policy, PolicyMap, get_policy
 
 # Names of parameters that are not matrices; stacked by a scan, they have two axes.
 _NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")

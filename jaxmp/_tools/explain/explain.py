@@ -34,12 +34,13 @@ from jaxmp._core.plan.primitives import LOW
 from jaxmp._core.plan.regions import check_callable
 from jaxmp._core.plan.rules import FLOAT32, Rules, governed, region_rules
 from jaxmp._core.plan.why import Kind, Residual, is_unknown, skipped, unfused
+from jaxmp._core.policy_keys import key_matches
 from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp._core.quantize.calls import holds_quantized, opening, seal
 from jaxmp._tools.explain.explanation import Explanation, Row
 from jaxmp._tools.speed.target import on_target, parse_target
 from jaxmp.dtypes import short_dtype_name
-from jaxmp.policy import Policy, PolicyLike, get_policy, key_matches, single_policy
+from jaxmp.policy import Policy, PolicyLike, get_policy, single_policy
 from jaxmp.recipes import Recipe, products
 
 __all__ = ["Explanation", "Row", "explain", "planned", "warn_overruled"]

@@ -20,8 +20,8 @@ from jaxmp._core.jaxprs.place import Place
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.scopes import SEED
 from jaxmp._core.jaxprs.source import in_scope
+from jaxmp._core.policy_keys import key_matches
 from jaxmp._tools.screen import Printed
-from jaxmp.policy import key_matches
 
 _UNMEASURED = flagged(Flag.UNMEASURED)
 # Primitives of jaxmp that are one operation: their inner jaxprs only implement a product.
