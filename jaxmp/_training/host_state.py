@@ -31,9 +31,9 @@ def in_memory(
     """Keeps the large arrays of a transformation's state in a memory; with None, where they are.
 
     The state has the same structure and the same bits. In a compiled step an array is moved to the
-    device when the update of its parameter is computed, and back before the one after the next is
-    moved: what is on the device at one time is a few arrays. That order is given by barriers; XLA
-    for TPUs would else move all of them first.
+    device when the update of its parameter is computed, after all gradients, and back before the
+    one after the next is moved: what is on the device at one time is a few arrays. That order is
+    given by barriers; XLA for TPUs would else move all of them first.
 
     Raises:
       ValueError: If the memory is neither None nor "pinned_host".
@@ -56,7 +56,7 @@ def in_memory(
         arrays = jax.tree.leaves((updates, state))
         if not any(map(is_tracer, arrays)):
             return moved(state)
-        new: tuple[Any, Any] = _in_turn(moved, state, jax.tree.leaves(updates)[:1])
+        new: tuple[Any, Any] = _in_turn(moved, state, jax.tree.leaves(updates))
         return new
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -63,7 +63,7 @@ PROGRAMS = {
     "for dtype, tx in u.STATES.values()]",
     "where_the_bytes_are": "import where_the_bytes_are as w; "
     "[w.bytes_per_parameter(w.step(v, 256)[1]) for v in w.variants().values()]",
-    "offload_aot": "import offload_aot as o; [o.step('lm_scan', *row) for row in o.ROWS.values()]",
+    "offload_aot": "import offload_aot as o; [o.step(*row) for row in o.ROWS.values()]",
     "maxtext_llama": "import maxtext_llama",  # which is not installed with the others
     "few_bits_aot": "import few_bits_aot as f, jaxmp; "
     "[jaxmp.get_policy(p) for p in f.POLICIES.values()]",
