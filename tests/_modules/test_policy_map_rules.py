@@ -97,3 +97,40 @@ def test_a_key_holds_in_the_rules_of_a_function(name, inside, default):
     again = name == "remat"  # the forward product
     expected = {inside.removeprefix("mixed_"): 3 + again, default.removeprefix("mixed_"): 3}
     assert products(gradient, params, X) == expected
+
+
+class ByHand(nn.Module):
+    """A layer whose backward pass is written out."""
+
+    @nn.compact
+    def __call__(self, x):
+        def forward(layer, x):
+            return layer(x), (x, layer.variables["params"]["kernel"])
+
+        def backward(saved, g):
+            x, kernel = saved
+            return {"params": {"kernel": x.T @ g, "bias": g.sum(0)}}, g @ kernel.T
+
+        run = nn.custom_vjp(call, forward_fn=forward, backward_fn=backward)
+        return nn.Dense(5, name="head")(run(nn.Dense(16, name="layer"), x))
+
+
+@pytest.mark.parametrize(("inside", "default"), [("float32", BF16), (BF16, "float32")])
+def test_a_rule_by_hand_has_the_policy_of_the_products_it_is_for(inside, default):
+    params, gradient = step(ByHand(), {"layer": inside}, default)
+    expected = {inside.removeprefix("mixed_"): 3, default.removeprefix("mixed_"): 3}
+    assert products(gradient, params, X) == expected
+
+
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, name="down")(jnp.tanh(nn.Dense(16, name="up")(x)))
+
+
+@pytest.mark.parametrize(("inside", "default"), [("float32", BF16), (BF16, "float32")])
+def test_modules_of_one_function_keep_their_own_policies(inside, default):
+    keys = {"layers/down": default, "layers": inside}  # of `up` alone
+    params, gradient = step(Model(Two), keys, default)
+    expected = {inside.removeprefix("mixed_"): 3, default.removeprefix("mixed_"): 6}
+    assert products(gradient, params, X) == expected

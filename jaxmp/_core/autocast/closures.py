@@ -89,7 +89,7 @@ def _closes_over(step: Step, perturbed: Mapping[int, Pattern]) -> bool:
     if runs_as_written(step.plans[0].jaxpr, rules):
         return False
     try:
-        trace_rule(call, derivative, call.ins, rules.policy)
+        trace_rule(call, derivative, call.ins, step.plans[0])
     except ClosedOverError:
         return True
     except Exception:  # noqa: BLE001

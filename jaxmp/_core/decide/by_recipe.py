@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -15,7 +14,6 @@ from jaxmp._core.jaxprs.equation_parameters import contracted, free_sizes, produ
 from jaxmp._core.jaxprs.source import is_backward, module_path, user_line
 from jaxmp._core.plan.demand import NOTHING, PRODUCT
 from jaxmp._core.plan.flops import known_size
-from jaxmp._core.plan.plan import Value
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.plan.why import Kind, Skipped
 from jaxmp._core.products.blockwise import BLOCKS, BlockProduct
@@ -54,7 +52,7 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     if recipe is None:
         return skipped(Skipped(chosen, intended=True))
     recipe = on_chip(recipe, chip or chip_for())
-    reason = _refused(eqn, values, recipe.granularity)
+    reason = _refused(facts, recipe.granularity)
     if reason is None and recipe.quantizes:
         reason = _no_layer(facts, recipe)
     if reason is not None:
@@ -97,8 +95,9 @@ def _is_ragged(eqn: JaxprEqn) -> bool:
     return bool(ragged_axes(eqn) == ROWS)
 
 
-def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) -> Skipped | None:
+def _refused(facts: Facts, granularity: str) -> Skipped | None:
     """Returns why no recipe multiplies a contraction, or None."""
+    eqn, values = facts.eqn, facts.values
     if eqn.primitive.name != "dot_general" and not _is_ragged(eqn):
         return Skipped(f"{eqn.primitive.name} is not a matrix product")
     in_blocks = granularity not in ("tensor", "row")
@@ -111,7 +110,7 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
     if any(v.tangent for v in values[:2] if v is not None):
         # It must stay linear, and be transposed.
         return Skipped("it belongs to a derivative that is written out", intended=True)
-    if is_backward(eqn):
+    if facts.rules.backward or is_backward(eqn):
         # It is not known which of a layer's three products it is.
         return Skipped("a backward pass in the program: differentiate what autocast returns")
     return None

@@ -122,9 +122,9 @@ class Frame:
             for v in map(self.read, eqn.invars)
         )
         inners = inside(eqn) if rules.looks_inside(eqn) else ()
-        if inners and rules.saturate and is_backward(eqn):  # not marked on the equations inside
+        if inners and is_backward(eqn):  # not marked on the equations inside
             # Gradients may overflow to infinity, which a loss scaler tests for.
-            rules = changed(rules, saturate=False)
+            rules = changed(rules, saturate=False, backward=True)
         return Facts(self, number, eqn, values, rules, tuple(inners))
 
     def record(self, facts: Facts, decision: Decision) -> Step:

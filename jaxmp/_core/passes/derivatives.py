@@ -29,6 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._core.decide.planning import Planning
+from jaxmp._core.execute.annotations import contracts
 from jaxmp._core.execute.execute import CustomCall, execute
 from jaxmp._core.execute.program_key import comparable
 from jaxmp._core.jaxprs import compat
@@ -37,9 +38,9 @@ from jaxmp._core.jaxprs.dataflow import Inside, forward
 from jaxmp._core.jaxprs.split_layers import split_layers
 from jaxmp._core.plan.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._core.plan.plan import DType, Plan, Step, Value
-from jaxmp._core.plan.regions import inside_rule
+from jaxmp._core.plan.regions import in_region, inside_rule
 from jaxmp._core.plan.roots import OTHER, is_zeros
-from jaxmp._core.plan.rules import Rules, runs_as_written
+from jaxmp._core.plan.rules import Rules, region_rules, runs_as_written
 from jaxmp._core.products.derivative import QuantizedDot
 from jaxmp.policy import Policy
 
@@ -114,21 +115,45 @@ def call_of(eqn: JaxprEqn) -> Call:
 
 
 def trace_rule(
-    call: Call, rule: Callable[..., Any], avals: Sequence[Any], policy: Policy
+    call: Call, rule: Callable[..., Any], avals: Sequence[Any], plan: Plan
 ) -> tuple[Any, Any]:
     """Traces a derivative rule to its jaxpr, and the pytree of shapes and dtypes that it returns.
+
+    What it computes in no region of its own has the policy of `_policy_of_rule`.
+
+    Args:
+      call: the function whose rule it is.
+      rule: the rule, a function of arrays.
+      avals: their types.
+      plan: the plan of the function.
 
     Raises:
       ClosedOverError: if the rule uses values of an enclosing function that are not its operands.
     """
+    policy = _policy_of_rule(plan)
+    # A trace begins with no scopes: the region is entered inside.
+    marked = rule if policy == plan.rules.policy else in_region(rule, policy)
     with inside_rule(policy):
         try:
-            jaxpr, shapes = compat.trace_of_tree(rule, avals)
+            jaxpr, shapes = compat.trace_of_tree(marked, avals)
         except jax.errors.UnexpectedTracerError as error:
             raise ClosedOverError(call.name) from error
     if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(call.name)
     return split_layers(jaxpr, rule_of=call.name), shapes
+
+
+def _policy_of_rule(plan: Plan) -> Policy:
+    """Returns the policy of all products of a function, or the one around its call if they differ.
+
+    A backward pass by hand is in no module, whatever module the forward pass calls.
+    """
+    of_products = {
+        (visit.place.first(region_rules) or plan.rules).policy
+        for visit in plan.walk()
+        if contracts(visit.step.eqn) and plan.rules.governs(visit.step.eqn.invars[0])
+    }
+    return of_products.pop() if len(of_products) == 1 else plan.rules.policy
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:
@@ -210,7 +235,7 @@ def _plan_jvp(
         return [*out, *(out_tangents[i] for i in call.results)]
 
     avals = [*call.ins, *(tangent_type(call.ins[i]) for i in active)]
-    jaxpr, _ = trace_rule(call, jvp, avals, plan.rules.policy)
+    jaxpr, _ = trace_rule(call, jvp, avals, plan)
     linear = [False] * len(call.ins) + [True] * len(active)
     rules = plan.rules
     planner = another(tangents=hidden_tangents(jaxpr, linear, rules))
@@ -282,7 +307,7 @@ class _Pullback:
 
     def _traced(self, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
         """Traces a rule; equal jaxprs are one object, so that `_planned` finds an earlier plan."""
-        jaxpr, shapes = trace_rule(self._call, rule, avals, self._plan.rules.policy)
+        jaxpr, shapes = trace_rule(self._call, rule, avals, self._plan)
         program = comparable(jaxpr, lines=True)
         if program is not None:
             first = self._planner.jits((program,))

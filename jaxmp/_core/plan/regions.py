@@ -121,7 +121,7 @@ def policy_in_force() -> Policy | None:
 
 @contextmanager
 def inside_rule(policy: Policy) -> Iterator[None]:
-    """Enters the trace of a derivative rule, to be planned under the policy around its call."""
+    """Enters the trace of a derivative rule, whose own equations have a policy."""
     with inside_autocast(policy), _RULE(policy):
         yield
 

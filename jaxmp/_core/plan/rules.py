@@ -43,6 +43,8 @@ class Rules:
       wide_gradients: whether the products that compute parameters' gradients return float32.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
       overrides: primitive name → class.
+      backward: whether they are for what a loop or call of a backward pass runs: the equations
+        inside do not say so.
       why_float32: the reason that a region under these rules gives for being float32.
     """
 
@@ -52,6 +54,7 @@ class Rules:
     wide_gradients: bool
     saturate: bool
     overrides: dict[str, str]
+    backward: bool = False
     why_float32: Kind = Kind.REGION
 
     @property
@@ -157,6 +160,8 @@ def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
     marks = name.startswith(REGION)
     found = rules_for(get_policy(name.removeprefix(REGION))) if marks else None
     found = found or _scope_rules(name_stack(eqn))
+    if found is not None and around is not None and around.backward:
+        found = changed(found, backward=True)
     if found is None or around is None or found.wide == around.wide:
         return found
     above = found.low is not None and found.low.itemsize >= around.wide.itemsize

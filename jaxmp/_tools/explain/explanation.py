@@ -240,6 +240,12 @@ class Explanation(screen.Report):
         quantizes = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
         if quantizes or any(p.quantized for p in self.quantized().products):
             yield self.quantized().summary()
+            if self.differentiated and not self.policy:
+                # They are derivatives of products in few bits, made when those are differentiated.
+                yield (
+                    "  the program has backward passes, whose products may be in few bits and are "
+                    "not counted so here: see jaxmp.audit(…)(…).quantized()"
+                )
         yield from self._attention(policy)
         if unknown := sorted({row.op for row in self.rows if row.unknown}):
             yield f"not classified, run as written: {', '.join(unknown)}"
