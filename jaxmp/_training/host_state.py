@@ -134,8 +134,9 @@ class _Program:
     def move_back(self, outs: list[Any]) -> None:
         """Computes results, the last of a turn."""
         self.compute(outs)
-        if outs:
-            self.turns.append([self.arrays[v] for v in outs])
+        # Small arrays, which stay, are no turn: nothing would wait for those before them.
+        if back := [self.arrays[v] for v in outs if _is_moved(self.arrays[v])]:
+            self.turns.append(back)
 
     def compute(self, outs: Iterable[Any]) -> None:
         """Runs the equations that lead to variables, in the program's order."""

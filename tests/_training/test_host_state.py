@@ -21,7 +21,7 @@ from support import assert_same, gaussian, slow_when
 HOST = "pinned_host"
 PARAMS = {
     **{name: gaussian(i, 64, 128) for i, name in enumerate("abcd")},
-    "bias": np.zeros(64, np.float32),
+    **{f"{name} bias": np.zeros(64, np.float32) for name in "abcd"},
 }
 X = gaussian(9, 16, 64)
 ADAM = optax.adam(1e-2)
@@ -52,7 +52,7 @@ def made(name: str, memory: str | None):
 
 def loss(params, x):
     for name in "abcd":
-        x = jnp.tanh(x @ params[name]) @ params[name].T + params["bias"]
+        x = jnp.tanh(x @ params[name]) @ params[name].T + params[f"{name} bias"]
     return jnp.mean(x**2)
 
 
