@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # autocast (where an inner autocast only leaves a marker) is never reused outside of one.
 _POLICY = jax.make_user_context(default_value=None)
 
-# The policy around the derivative rule that is being traced; None outside of rules. A part of the
+# The own policy of the derivative rule that is being traced; None outside of rules. A part of the
 # key of jit caches, too: modules mark more regions in a rule.
 _RULE = jax.make_user_context(default_value=None)
 
