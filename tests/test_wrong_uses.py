@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[Any, type, str]] = {
     "a checkpoint policy that is called": (
         lambda: jax.checkpoint(loss, policy=checkpoint_policies.long_products("attention")),
         TypeError,
-        "products and long_products are policies themselves",
+        "offload_products, products are policies themselves",
     ),
     "a flag in words": (
         lambda: jaxmp.master_weights(ADAM, remainder="yes"),
