@@ -44,6 +44,15 @@ needs_tpu_compiler = pytest.mark.skipif(
     reason="needs jaxmp[tpu-aot]",
 )
 
+# A test of what is compiled ahead of time for a chip of each compiler.
+of_each_compiler = pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("gpu-h100", marks=needs_gpu_compiler),
+        pytest.param("tpu-v5e", marks=needs_tpu_compiler),
+    ],
+)
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # Where jaxmp is imported from: the clone, or an environment that it is installed in.

@@ -41,8 +41,7 @@ from support import (
     assert_same,
     case,
     gaussian,
-    needs_gpu_compiler,
-    needs_tpu_compiler,
+    of_each_compiler,
     ones,
     slow_when,
 )
@@ -456,13 +455,7 @@ def test_bytes_of_a_parameter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("gpu-h100", marks=needs_gpu_compiler),
-        pytest.param("tpu-v5e", marks=needs_tpu_compiler),
-    ],
-)
+@of_each_compiler
 def test_nothing_is_float32_in_memory_between(target):
     """Compiled for a chip: bytes read and written over float32's, and no array of temporaries."""
     plain, _ = measured(target, "float32", ADAM)

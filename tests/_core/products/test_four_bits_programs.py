@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from support import relative, slow_when
+from support import assert_same, relative, slow_when
 
 RECIPES = ("nvfp4", "mxfp4")
 TOKENS = np.arange(128, dtype=np.int32) * 7 % 32
@@ -116,6 +117,26 @@ def test_eight_devices_round_as_one(recipe, split):
     got, want = gradient(recipe)(p, tokens), gradient(recipe)(weights(), TOKENS)
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(recipe, tmp_path):
+    """The random bits are of the gradients alone: a program that is traced anew has the same."""
+    tx = optax.adam(1e-2)
+
+    def train(p, state, steps):
+        grad = gradient(recipe)
+        for _ in range(steps):
+            updates, state = tx.update(grad(p, TOKENS), state, p)
+            p = optax.apply_updates(p, updates)
+        return p, state
+
+    begun = train(jax.device_put(weights()), tx.init(weights()), 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", begun)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: begun))
+    assert_same(train(*restored, 2), train(jax.device_put(weights()), tx.init(weights()), 4))
 
 
 @slow_when(lambda recipe: recipe == "mxfp4")

@@ -16,7 +16,7 @@ from jaxmp._tools.preflight.program import bytes_by_purpose
 from jaxmp._tools.preflight.report import Preflight, PreflightReport
 from jaxmp._tools.speed.target import parse_target
 
-from support import needs_gpu_compiler, needs_tpu_compiler
+from support import of_each_compiler
 
 MIB = 2**20
 SIZES = {
@@ -76,15 +76,9 @@ def test_arguments_of_the_host_are_not_among_those_of_the_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("gpu-h100", marks=needs_gpu_compiler),
-        pytest.param("tpu-v5e", marks=needs_tpu_compiler),
-    ],
-)
+@of_each_compiler
 def test_a_state_on_the_host_is_compiled_for_there(target):
-    """Three matrices: their moments move in turn, so that not all are on the device at once."""
+    """Eight matrices: their moments move in turn, so that not all are on the device at once."""
     params = {name: jnp.ones((1024, 1024)) for name in "abcdefgh"}
 
     def peaks(memory):
