@@ -56,17 +56,24 @@ def loss(params, x):
     return jnp.mean(x**2)
 
 
-def step(tx, params, state, x):
-    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+def apply_gradients(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
-def train(tx, params, steps=3, x=X):
+def step(tx, params, state, x):
+    return apply_gradients(tx, params, state, jax.grad(loss)(params, x))
+
+
+def train(tx, params, steps=3):
+    """Compiles the gradients by themselves: beside another update, XLA may sum their products in
+    another order."""
     state = tx.init(params)
-    stepped = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    gradients = jax.jit(jax.grad(loss))
+    update = jax.jit(functools.partial(apply_gradients, tx), donate_argnums=(0, 1))
     params = jax.tree.map(jnp.array, params)
     for _ in range(steps):
-        params, state = stepped(params, state, x)
+        params, state = update(params, state, gradients(params, X))
     return params, state
 
 
