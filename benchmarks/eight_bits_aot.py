@@ -51,7 +51,8 @@ import optax
 import jaxmp
 from jaxmp._core.speed import chip_named, warning
 from jaxmp._tools.preflight.hlo import Multiplied
-from jaxmp._tools.preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import AS_WRITTEN, Preflight
 from jaxmp.recipes import parse_recipe
 
 import aot

@@ -53,7 +53,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._tools.preflight.hlo_collectives import rows_of_collectives
-from jaxmp._tools.preflight.report import Preflight
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.speed.target import Target, parse_target
 
 from collectives_aot import table

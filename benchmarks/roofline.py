@@ -30,7 +30,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an acceler
 
 import jaxmp
 from jaxmp._core.speed import chip_named
-from jaxmp._tools.preflight.report import AS_WRITTEN, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import AS_WRITTEN
 from jaxmp._tools.speed.target import parse_target
 
 import fsdp

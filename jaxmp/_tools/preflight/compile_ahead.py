@@ -23,7 +23,7 @@ from jaxmp._tools.preflight import aot_worker
 from jaxmp._tools.preflight.hlo import read_hlo
 from jaxmp._tools.preflight.hlo_collectives import Mesh
 from jaxmp._tools.preflight.program import TracedProgram, traced_program
-from jaxmp._tools.preflight.report import Preflight
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.preflight.size_search import sharding_of
 from jaxmp._tools.speed.target import Target, tracing_for
 from jaxmp.devices import chips

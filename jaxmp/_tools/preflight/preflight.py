@@ -20,7 +20,8 @@ from jaxmp._tools.arguments import check_sizes
 from jaxmp._tools.explain.explain import planned, warn_overruled
 from jaxmp._tools.preflight.compile_ahead import compile_ahead
 from jaxmp._tools.preflight.program import bytes_by_purpose
-from jaxmp._tools.preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import AS_WRITTEN, Preflight
 from jaxmp._tools.preflight.size_search import Attempt, Axis, Largest, axis_of, search
 from jaxmp._tools.progress import told
 from jaxmp._tools.speed.target import Target, parse_target

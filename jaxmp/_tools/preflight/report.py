@@ -3,126 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxmp._core.speed import StepTime, Work, chip_named, step_time
+from jaxmp._core.speed import StepTime, chip_named, step_time
 from jaxmp._tools import screen
 from jaxmp._tools.preflight.comparison import IN_USE, PEAK, TIME, Comparison, compared
-from jaxmp._tools.preflight.hlo import HloProgram, Multiplied
+from jaxmp._tools.preflight.few_bits import bits_of, in_words, lines_of_8_bits, share_of_8_bits
+from jaxmp._tools.preflight.hlo import HloProgram
 from jaxmp._tools.preflight.hlo_collectives import (
     collectives_as_data,
     remark_on_collectives,
     rows_of_collectives,
-    sent_bytes,
 )
-from jaxmp._tools.preflight.size_search import Largest
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.preflight.units import gb, gib, millions, price, seconds
 from jaxmp._tools.speed.target import Target
-from jaxmp.formats import bits_in_words
 
 T = TypeVar("T")
 
-AS_WRITTEN = "as written"
-# The most lines of 8-bit products that are printed, and the most rows.
-MOST, _ROWS = 8, 24
-_NUMBER = re.compile(r"_\d+\b")
-_BITS = re.compile(r"(?:float|int|complex)(\d+)")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Preflight:
-    """One program compiled for a target. Sizes are of one device.
-
-    Attributes:
-      policy: the policy, or "as written".
-      error: the compiler's message, if it failed for another reason than memory; all else is empty
-        then.
-      argument_bytes: of arguments: parameters, optimizer state, batch.
-      output_bytes: of results.
-      temporary_bytes: of temporaries.
-      code_bytes: of the compiled program itself, which is in the device's memory too.
-      aliased_bytes: of results that reuse the buffers of donated arguments.
-      host_argument_bytes, host_output_bytes, host_temporary_bytes, host_aliased_bytes: the same in
-        the memory of the host, of which the peak has none.
-      required_bytes: the peak, where the compiler refuses a program that does not fit (TPU). It
-        reports nothing else of such a program, so that all other figures are zero.
-      available_bytes: the memory that the compiler then leaves to programs, which is a little less
-        than the chip's.
-      bytes_accessed: memory traffic, where the compiler reports it (TPU). A loop's body counts
-        once.
-      program: the optimized program.
-      requested: FLOPs of matmuls and convolutions by dtype, in the program before it was compiled.
-      callbacks: the number of callbacks to Python that are not compiled, by primitive.
-      device_count: the number of devices that the program is split over.
-      largest: the result of `max_batch`, by "batch", and of `max_length`, by "length".
-      warned: the warning about the policy's recipe on the target: that its 8-bit products are
-        emulated, or no faster.
-    """
-
-    policy: str = AS_WRITTEN
-    error: str = ""
-    argument_bytes: int = 0
-    output_bytes: int = 0
-    temporary_bytes: int = 0
-    code_bytes: int = 0
-    aliased_bytes: int = 0
-    host_argument_bytes: int = 0
-    host_output_bytes: int = 0
-    host_temporary_bytes: int = 0
-    host_aliased_bytes: int = 0
-    required_bytes: int = 0
-    available_bytes: int = 0
-    bytes_accessed: float | None = None
-    program: HloProgram | None = None
-    requested: dict[str, float] = dataclasses.field(default_factory=dict)
-    callbacks: dict[str, int] = dataclasses.field(default_factory=dict)
-    device_count: int = 1
-    largest: dict[str, Largest] = dataclasses.field(default_factory=dict)
-    warned: str = ""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The memory needed: arguments, results, temporaries and code, less what is aliased."""
-        data = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.aliased_bytes
-        return self.required_bytes or data + self.code_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """The memory needed on the host."""
-        results = self.host_output_bytes - self.host_aliased_bytes
-        return self.host_argument_bytes + self.host_temporary_bytes + results
-
-    @property
-    def host_moved_bytes(self) -> tuple[int, int]:
-        """The bytes moved from the host and to it, if each array is moved once."""
-        temporaries = self.host_temporary_bytes
-        return self.host_argument_bytes + temporaries, self.host_output_bytes + temporaries
-
-    @property
-    def work(self) -> Work | None:
-        """The work of one device in a call; None if the program was not compiled."""
-        if self.program is None:
-            return None
-        products, others, kernels = self.program.traffic
-        flops = {dtype: count / self.device_count for dtype, count in self.requested.items()}
-        for dtype, count in self.program.attention_flops:
-            flops[dtype] = flops.get(dtype, 0) + count
-        return Work(
-            flops,
-            products,
-            others,
-            kernels,
-            sent_bytes(self.program.moved, self.device_count),
-            self.program.cycles_run,
-        )
-
-    def excess_bytes(self, target: Target) -> int:
-        """Returns the bytes needed beyond the memory of a target's device; at most 0 if it fits."""
-        return self.peak_bytes - (self.available_bytes or target.hbm_bytes)
+# The most rows that are printed.
+_ROWS = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -233,12 +135,12 @@ class PreflightReport(screen.Report):
         """
         result = self[policy]
         compiled = set(result.program.contractions) if result.program else set()
-        uninvited = [_bits(dtype) for dtype in compiled - result.requested.keys()]
+        uninvited = [bits_of(dtype) for dtype in compiled - result.requested.keys()]
         return {
             dtype: flops
             for dtype, flops in result.requested.items()
             if not self.target.multiplies(dtype)
-            or (dtype not in compiled and any(bits > _bits(dtype) for bits in uninvited))
+            or (dtype not in compiled and any(bits > bits_of(dtype) for bits in uninvited))
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,7 +231,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield _row(f"1,000 steps at {report.price_per_hour:g} per chip-hour", costs, price)
     yield from each(lambda p: {f"products {dtype}": n for dtype, n in p.contractions.items()})
     if any(p.products_in_8_bits for p in programs):
-        yield _row(f"products in {_few_bits(programs)}", compiled, share_of_8_bits)
+        yield _row(f"products in {in_words(programs)}", compiled, share_of_8_bits)
     yield from each(lambda p: {c: n for c, n in p.library_calls.items() if _is_library(c)})
     yield from each(lambda p: rows_of_collectives(p.moved), "-")
 
@@ -375,7 +277,7 @@ def _remarks(report: PreflightReport) -> Iterator[list[str]]:
         for text in _notes(report, result):
             yield screen.wrapped(f"{result.policy}: {text}")
         if result.program and result.program.products_in_8_bits:
-            bits = _few_bits([result.program])
+            bits = in_words([result.program])
             yield [f"{result.policy}, products in {bits}:", *lines_of_8_bits(result.program)]
 
 
@@ -424,40 +326,3 @@ def _on_host(report: PreflightReport, result: Preflight) -> str:
     if crossing > step.seconds:
         return f"{beside} of the step, do not hide behind it."
     return f"{beside} of the step, can hide behind it."
-
-
-def _bits(dtype: str) -> int:
-    """Returns the bits of the narrowest of a product's dtypes: 8 of ``float8_e5m2*float32``."""
-    return min(map(int, _BITS.findall(dtype)), default=64)
-
-
-def _few_bits(programs: Sequence[HloProgram]) -> str:
-    """Returns the bits of the products of few bits of programs: ``8 bits``, ``8 or 4 bits``."""
-    each = {_bits(product.dtype) for p in programs for product in p.products_in_8_bits}
-    return bits_in_words(each)
-
-
-def share_of_8_bits(program: HloProgram) -> str:
-    """Formats the number of products in 8 bits, and of all products: ``48 of 66``."""
-    return f"{len(program.products_in_8_bits)} of {len(program.products)}"
-
-
-def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
-    """Yields a line for each kind of 8-bit product, and one for the products in other dtypes.
-
-    A kind is an operation, its operands and result, and its place without the number of the layer.
-    """
-    kinds = Counter(map(_kind, program.products_in_8_bits))
-    for kind, count in kinds.most_common(MOST):
-        yield f"  {count} x {kind}"
-    if len(kinds) > MOST:
-        yield f"  and {len(kinds) - MOST} more kinds"
-    left = Counter(p.dtype or "of an unknown dtype" for p in program.products if not p.in_8_bits)
-    if left:
-        others = ", ".join(f"{count} {dtype}" for dtype, count in left.items())
-        yield f"  not in {_few_bits([program])}: {others}"
-
-
-def _kind(product: Multiplied) -> str:
-    place = str(product.place._replace(path=_NUMBER.sub("_*", product.place.path)))
-    return f"{product.op} {' x '.join(product.operands)} -> {product.result}: {place}"

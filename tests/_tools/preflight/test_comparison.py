@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxmp._tools.preflight.hlo import read_hlo
-from jaxmp._tools.preflight.report import Preflight, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.speed.target import parse_target
 
 STATE, X = np.ones((64, 64), np.float32), np.ones((8, 64), np.float32)

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._tools.preflight.few_bits import MOST, lines_of_8_bits, share_of_8_bits
 from jaxmp._tools.preflight.hlo import HloPlace, Multiplied, read_hlo
-from jaxmp._tools.preflight.report import MOST, lines_of_8_bits, share_of_8_bits
 
 
 def test_a_collective_of_many_arrays_is_counted():

@@ -13,7 +13,8 @@ import jaxmp
 from jaxmp._core.speed import Work
 from jaxmp._tools.preflight.hlo import read_hlo
 from jaxmp._tools.preflight.program import bytes_by_purpose
-from jaxmp._tools.preflight.report import Preflight, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.speed.target import parse_target
 
 from support import of_each_compiler

@@ -33,7 +33,8 @@ from jaxmp._tools.preflight.hlo import read_hlo
 from jaxmp._tools.preflight.hlo_collectives import Collective, sent_bytes
 from jaxmp._tools.preflight.preflight import CompilerMissingError
 from jaxmp._tools.preflight.program import traced_program
-from jaxmp._tools.preflight.report import Preflight, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.preflight.size_search import Attempt, axis_of, search
 from jaxmp._tools.speed.target import chip_names, parse_target, tracing_for
 from jaxmp.devices import chips, describe

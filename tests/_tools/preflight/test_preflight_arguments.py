@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._tools.preflight.hlo import read_hlo
 from jaxmp._tools.preflight.program import bytes_by_purpose
-from jaxmp._tools.preflight.report import Preflight, PreflightReport
+from jaxmp._tools.preflight.report import PreflightReport
+from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.preflight.size_search import Largest
 from jaxmp._tools.speed.target import parse_target
 
