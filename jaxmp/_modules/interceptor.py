@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxmp._core.flax import InterceptorContext
 from jaxmp._core.plan.regions import is_lost_in_rule, policy_in_force, region
-from jaxmp._core.quantize.trees import trained_as_stored
+from jaxmp._core.quantize.store import trained_as_stored
 from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Found, Overrides

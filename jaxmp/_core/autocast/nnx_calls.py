@@ -23,8 +23,9 @@ from flax import errors
 from jaxmp._core.flax import is_graph_node, is_registered, merge_inputs, nnx, split_inputs
 from jaxmp._core.flax_classes import one_per_key, public, subclass
 from jaxmp._core.plan.regions import widen
+from jaxmp._core.quantize.parameters import holds_weight
 from jaxmp._core.quantize.select import Path
-from jaxmp._core.quantize.trees import holds_weight, trained_as_stored
+from jaxmp._core.quantize.store import trained_as_stored
 from jaxmp._core.quantized_array import is_quantized
 from jaxmp._core.weight_format import WeightFormat
 

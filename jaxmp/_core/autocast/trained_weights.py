@@ -12,8 +12,9 @@ from jaxmp._core.autocast.nnx_calls import on_copies, shown_as_float32
 from jaxmp._core.flax import is_graph_node
 from jaxmp._core.jaxprs.trace import holds_modules
 from jaxmp._core.plan.parameters import Argnums, named_arguments
+from jaxmp._core.quantize.parameters import map_parameters
 from jaxmp._core.quantize.select import names_of
-from jaxmp._core.quantize.trees import map_parameters, trained_as_stored
+from jaxmp._core.quantize.store import trained_as_stored
 from jaxmp.policy import Policy
 
 Function = Callable[..., Any]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmp
-from jaxmp._core.quantize.trees import input_axis, scale_shape
+from jaxmp._core.quantize.scale_axes import input_axis, scale_shape
 from jaxmp.quantized import is_quantized
 
 from support import slow_when
