@@ -23,10 +23,11 @@ from jaxmp._core.jaxprs.trace import Traced, is_array, trace
 from jaxmp._core.plan.regions import check_callable
 from jaxmp._core.printable import shown
 from jaxmp._tools.arguments import check_arguments, check_progress, labels_of, returns_aux
+from jaxmp._tools.numerics.measurements import pieces_per_iteration
 from jaxmp._tools.numerics.origins import Origin, Walk
 from jaxmp._tools.numerics.plots import KINDS, plot_exponents, plot_underflow
 from jaxmp._tools.numerics.probe import LOW, Probe, read_out
-from jaxmp._tools.numerics.statistics import Record, all_measured, pieces_per_iteration
+from jaxmp._tools.numerics.statistics import Record, all_measured
 from jaxmp._tools.numerics.survey import Site, SurveyedProgram, survey
 from jaxmp._tools.progress import told
 from jaxmp._tools.screen import Report, Section, one_a_place

@@ -14,8 +14,9 @@ import numpy as np
 from jaxmp._core.plan.regions import check_callable
 from jaxmp._tools.arguments import check_progress
 from jaxmp._tools.numerics.capture import Capture, Readings, prepare
+from jaxmp._tools.numerics.measurements import BIAS, OCTAVES
 from jaxmp._tools.numerics.origins import Origin
-from jaxmp._tools.numerics.statistics import BIAS, OCTAVES, Measured, Record, Statistics
+from jaxmp._tools.numerics.statistics import Measured, Record, Statistics
 from jaxmp._tools.numerics.survey import Site
 from jaxmp._tools.progress import told
 from jaxmp._tools.screen import Printed, Section, one_a_place

@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._tools.numerics.statistics import BIAS, OCTAVES, Measured, Record
+from jaxmp._tools.numerics.measurements import BIAS, OCTAVES
+from jaxmp._tools.numerics.statistics import Measured, Record
 from jaxmp._tools.screen import counted, tail
 
 KINDS = ("activation", "weight", "gradient")

@@ -26,20 +26,19 @@ from jaxmp._core.jaxprs.compat import dtype_of
 from jaxmp._core.jaxprs.higher_order import Inner, rebuild
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged
 from jaxmp._core.jaxprs.walk import evaluate
-from jaxmp._tools.numerics.statistics import (
+from jaxmp._tools.numerics.measurements import (
     FLOAT32,
     JOINS,
     OCTAVES,
     PIECES,
     Measurements,
     Sampled,
-    Statistics,
     join,
     look,
     measure,
     pieces_per_iteration,
-    unpack,
 )
+from jaxmp._tools.numerics.statistics import Statistics, unpack
 from jaxmp._tools.numerics.survey import SurveyedProgram, is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.

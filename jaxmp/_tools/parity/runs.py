@@ -33,8 +33,8 @@ from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.primitive_table import Flag, flagged, of_kind
 from jaxmp._core.jaxprs.trace import Traced, trace
 from jaxmp._core.plan.regions import check_callable
+from jaxmp._tools.numerics.measurements import FLOAT32
 from jaxmp._tools.numerics.probe import LOW, as_written, in_float32, run_by_name, run_inside
-from jaxmp._tools.numerics.statistics import FLOAT32
 from jaxmp._tools.numerics.survey import WHOLE, looked_into
 from jaxmp._tools.parity.layers import INPUT, LayerValue, values_of
 

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 import jaxmp
 from jaxmp import numerics
 from jaxmp._tools.numerics.capture import prepare
-from jaxmp._tools.numerics.statistics import BIAS, Measurements, Statistics, look, measure, unpack
+from jaxmp._tools.numerics.measurements import BIAS, Measurements, look, measure
+from jaxmp._tools.numerics.statistics import Statistics, unpack
 
 from constructs import CONSTRUCTS, data_mesh, loss_of
 from support import gaussian

@@ -20,8 +20,9 @@ import jaxmp
 from jaxmp import numerics
 from jaxmp._tools.files import bytes_of
 from jaxmp._tools.numerics.capture import prepare
+from jaxmp._tools.numerics.measurements import Measurements, look
 from jaxmp._tools.numerics.origins import Walk
-from jaxmp._tools.numerics.statistics import Measurements, Statistics, look, unpack
+from jaxmp._tools.numerics.statistics import Statistics, unpack
 from jaxmp._tools.numerics.survey import Loop, Site, SurveyedProgram
 
 from support import gaussian
