@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from jaxmp._core.flax import AxisMetadata
 from jaxmp._core.jaxprs.scopes import CAST, DEQUANTIZE, EXACTLY
 from jaxmp._core.printable import shown
 from jaxmp._core.products.scaled import Scaled, dequantize
-
-T = TypeVar("T")
 
 
 # Not a `Scaled`: Flax, JAX and NumPy read it as a weight, whose dtype is in the
@@ -267,43 +265,6 @@ def _with_input(values: Any, scale: Any, _input_scale: Any) -> Any:
 def _of_constants(primals: Any, _tangents: Any) -> tuple[Any, Any]:
     out = _with_input(*primals)
     return out, jnp.zeros_like(out)
-
-
-class Parts(NamedTuple):
-    """What a weight is dequantized from; see `QuantizedArray`."""
-
-    values: Any
-    scale: Any
-    master: Any = None
-    input_scale: Any = None
-
-
-def parts_of(origins: Sequence[T], dtype_of: Callable[[T], Any]) -> Parts | None:
-    """Returns the parts of a weight among what equations of `array_of` read; None if it is another.
-
-    Args:
-      origins: arrays or variables, in the order in which they are read.
-      dtype_of: returns the dtype of one.
-
-    Example:
-      >>> parts_of([np.float32(2), np.int8(1)], lambda x: x.dtype)
-      Parts(values=np.int8(1), scale=np.float32(2.0), master=None, input_scale=None)
-    """
-    narrow = [getattr(dtype_of(x), "itemsize", 0) == 1 for x in origins]
-    if len(origins) not in (2, 3) or sum(narrow) != 1:
-        return None
-    at = narrow.index(True)
-    values, others = (
-        origins[at],
-        [x for x, is_narrow in zip(origins, narrow, strict=True) if not is_narrow],
-    )
-    if len(others) == 1:
-        parts = Parts(values, others[0])
-    elif at == 0:
-        parts = Parts(values, others[0], input_scale=others[1])
-    else:
-        parts = Parts(values, others[1], master=others[0])
-    return parts if dtype_of(parts.scale) == np.float32 else None
 
 
 def _constant(x: Any) -> Any:

@@ -28,8 +28,8 @@ ORDER = """
     _core.printable _core.policy_keys devices formats _core.products.scaled
     _core.products.packed dtypes
     _core.weight_format _core.host_memory _core.chips _core.flax _core.flax_classes _core.jaxprs
-    _core.quantized_array tree recipes _core.speed policy_fields policy policies
-    checkpoint_policies _core.quantize quantized _core.plan _core.execute _core.products
+    _core.quantized_array _core.quantized_parts tree recipes _core.speed policy_fields policy
+    policies checkpoint_policies _core.quantize quantized _core.plan _core.execute _core.products
     _core.decide _core.passes _core.autocast _training _modules loss_scaling losses
     _tools.screen _tools.files _tools.arguments _tools.progress _tools.speed _tools.explain
     _tools.audit _tools.lock _tools.preflight _tools.numerics _tools.validate _tools.tune

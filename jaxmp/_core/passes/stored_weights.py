@@ -37,7 +37,7 @@ from jaxmp._core.plan.why import Kind
 from jaxmp._core.products.derivative import quantize, quantize_within
 from jaxmp._core.products.product import Sides, sums_in
 from jaxmp._core.products.scaled import Scaled, dequantize
-from jaxmp._core.quantized_array import parts_of
+from jaxmp._core.quantized_parts import parts_of
 from jaxmp._core.weight_format import activation_format
 from jaxmp.formats import Format, format_of
 

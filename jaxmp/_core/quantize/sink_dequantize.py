@@ -24,7 +24,8 @@ from jaxmp._core.jaxprs.equation_parameters import gather, widens_8_bits
 from jaxmp._core.jaxprs.higher_order import inside, rebuild
 from jaxmp._core.jaxprs.scopes import DEQUANTIZE, ROWS
 from jaxmp._core.jaxprs.source import in_scope
-from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized, parts_of
+from jaxmp._core.quantized_array import QuantizedArray, array_of, is_quantized
+from jaxmp._core.quantized_parts import parts_of
 
 Known = Sequence[QuantizedArray | None]
 

@@ -7,19 +7,14 @@ A value that was float32 from the start has none.
 
 A value that a conversion made, and that was only moved since, has that conversion as its `Cast`; a
 16-bit value records whether autocast narrowed it or a value that it was computed from.
-
-The power of the loss scale in a value is found by dimensional analysis: a gradient of a scaled loss
-has it to the power of 1, since the backward pass is linear; an unscaled gradient to the power of 0.
-A value of zeros has any power.
 """
 
 from __future__ import annotations
 
 import enum
 import operator
-import typing
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 import numpy as np
@@ -27,30 +22,22 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._core.execute.annotations import contracts
 from jaxmp._core.jaxprs import compat
-from jaxmp._core.jaxprs.attributes import has_effects, is_inexact, short_type
+from jaxmp._core.jaxprs.attributes import has_effects, short_type
 from jaxmp._core.jaxprs.callers import is_promotion
 from jaxmp._core.jaxprs.compat import closed, dtype_of
-from jaxmp._core.jaxprs.equation_parameters import exponent
 from jaxmp._core.jaxprs.follow import Follower
 from jaxmp._core.jaxprs.higher_order import inside
 from jaxmp._core.jaxprs.place import Place
-from jaxmp._core.jaxprs.primitive_table import Flag, flagged, of_kind
 from jaxmp._core.jaxprs.scopes import CAST
 from jaxmp._core.jaxprs.source import in_scope
 from jaxmp._core.plan.primitives import CROSSING, IN_PARTS, RANDOM, classify
 from jaxmp._core.plan.provenance import is_basis
 from jaxmp._core.plan.rules import Rules, region_rules
+from jaxmp._tools.audit.scale_power import Degree, degree_of, degree_of_literal, of_either
 
 FLOAT32 = np.dtype("float32")
 LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))
 FLOATS = LOW | {FLOAT32, np.dtype("float64")}
-ZEROS: Final = "zeros"
-# None: unknown.
-Degree = int | typing.Literal["zeros"] | None
-
-# Primitives whose results have the same power as each of their operands.
-_LINEAR = flagged(Flag.LINEAR) | of_kind("move")
-_PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *of_kind("compute")])
 
 
 def float32_region(place: Place) -> Rules | None:
@@ -254,56 +241,11 @@ ANALYSES: dict[str, Analysis] = {
     "scaled": (lambda _, known: any(k.scaled for k in known), operator.or_),
     "degree": (
         lambda at, known: degree_of(at.eqn, [k.degree for k in known]),
-        lambda a, b: alike((a, b)),
+        lambda a, b: of_either((a, b)),
     ),
     "origin": (_origin, _same),
     "name": (name_of, lambda a, _: a),
 }
-
-
-def alike(degrees: Iterable[Degree]) -> Degree:
-    """Returns the power of a value that is one of several, or their sum.
-
-    Example:
-      >>> alike([1, ZEROS, 1]), alike([1, 0])
-      (1, None)
-    """
-    several = {degree for degree in degrees if degree != ZEROS}
-    if len(several) > 1:
-        return None
-    return several.pop() if several else ZEROS
-
-
-def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
-    """Returns the power of an equation's results, given those of its operands."""
-    name = eqn.primitive.name
-    if name in _LINEAR:
-        # Indices and predicates have no power.
-        floating = [d for d, v in zip(degrees, eqn.invars, strict=True) if is_inexact(v.aval)]
-        return alike(floating or degrees)
-    if name in _PRODUCTS:
-        return _of_product(eqn, degrees)
-    return 0 if all(degree in (0, ZEROS) for degree in degrees) else None
-
-
-def degree_of_literal(value: Any) -> Degree:
-    """Returns the power of a number that is written in the program."""
-    return 0 if value else ZEROS
-
-
-def _of_product(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
-    known = [degree for degree in degrees if isinstance(degree, int)]
-    if len(known) < len(degrees):
-        return ZEROS if ZEROS in degrees and None not in degrees else None
-    match eqn.primitive.name:
-        case "div":
-            return known[0] - known[1]
-        case "square":
-            return 2 * known[0]
-        case "integer_pow":
-            return exponent(eqn.params) * known[0]
-        case _:
-            return sum(known)
 
 
 class Observed(NamedTuple):
