@@ -195,15 +195,14 @@ class Interceptor:
         elif policy is None and around is not None and issubclass(around.cls, nn.SpectralNorm):
             policy, self._outside = outside, None
         marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        in_force, in_layers = policy_in_force(), self._in_layers
-        # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
-        if policy is not None and in_force is not None and (in_layers or policy != in_force):
-            marked = region(policy, own=own)
-        elif in_force is not None and is_lost_in_rule(in_force):
-            marked = region(in_force, own=own)
-        layers = None
+        in_force, in_layers, layers = policy_in_force(), self._in_layers, None
         if in_force is not None and module.path is not None and not module.wrapped:
             layers = self.overrides.layers_at(module.path, module.cls)
+        # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
+        if policy is not None and in_force is not None and (in_layers or policy != in_force):
+            marked = region(policy, own=own, key=self.overrides.key_of(module))
+        elif in_force is not None and is_lost_in_rule(in_force) and not (in_layers or layers):
+            marked = region(in_force, own=own)
         self._around, self._in_layers = module, in_layers or layers is not None
         try:
             with marked, layers or contextlib.nullcontext():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -151,12 +151,24 @@ def _format_of(
     return lambda path: overrides.format_at(path, infos)
 
 
-@one_per_key
-def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
-    """Returns the subclass of a class whose methods enter the region of a policy.
+class _Mark(NamedTuple):
+    """The region that the methods of a module inside enter.
 
-    For a deliberate float32, in the named scope of its path, as Linen has for any module.
+    Attributes:
+      policy: its policy.
+      key: the key of the user's map that it comes from, or nothing.
+      scope: of a deliberate float32, the path, a named scope as Linen has for any module.
     """
+
+    policy: Policy
+    key: str = ""
+    scope: str | None = None
+
+
+@one_per_key
+def _marked_class(cls: Any, mark: _Mark) -> Any:
+    """Returns the subclass of a class whose methods enter a region."""
+    policy, key, scope = mark
 
     def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
@@ -165,14 +177,14 @@ def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
             if policy_in_force() in (None, policy):
                 return method(self, *args, **kwargs)
             named = nullcontext() if scope is None else jax.named_scope(scope)
-            with named, region(policy, own=scope is not None):
+            with named, region(policy, own=scope is not None, key=key):
                 return method(self, *args, **kwargs)
 
         return marked_method
 
     members: dict[str, Any] = {name: marked(name, method) for name, method in methods_of(cls)}
     members["_jaxmp_policy"] = policy
-    return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
+    return subclass((_marked_class, cls, mark), members, pytree=is_registered(cls))
 
 
 @contextmanager
@@ -181,22 +193,22 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
 
     The modules must be private to the trace: it changes their classes, for all their users.
     """
-    marks = [(inner, type(inner), *mark) for inner, *mark in _marks(module, overrides)]
-    for inner, cls, policy, scope in marks:
-        object.__setattr__(inner, "__class__", _marked_class(cls, policy, scope))
+    marks = [(inner, type(inner), mark) for inner, mark in _marks(module, overrides)]
+    for inner, cls, mark in marks:
+        object.__setattr__(inner, "__class__", _marked_class(cls, mark))
     try:
         yield
     finally:
-        for inner, cls, *_ in marks:
+        for inner, cls, _ in marks:
             object.__setattr__(inner, "__class__", cls)
 
 
-def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, str | None]]:
-    """Returns the inner modules with policies of their own, and the path of a deliberate one."""
+def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, _Mark]]:
+    """Returns the inner modules with policies of their own."""
     infos = _infos(module, overrides)
     overrides.warn_of_other_dtypes(infos)
     distinct = distinguished(infos)
-    marks: list[tuple[Any, Policy, str | None]] = []
+    marks: list[tuple[Any, _Mark]] = []
     in_norms: dict[int, Policy] = {}  # the layers inside SpectralNorms
     for info, (_, inner) in infos.items():
         if isinstance(inner, nnx.SpectralNorm):
@@ -206,12 +218,12 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, 
         policy = info.own_policy(distinct)
         if policy is None and isinstance(inner, nnx.SpectralNorm):
             # Its own products estimate a norm by iteration; the layer inside is as around it.
-            marks.append((inner, overrides.exact, None))
+            marks.append((inner, _Mark(overrides.exact)))
             continue
         scope = None if info.policy or policy is None else "/".join(path)
         policy = policy or in_norms.get(id(inner))
         if policy is not None:
-            marks.append((inner, policy, scope))
+            marks.append((inner, _Mark(policy, overrides.key_of(info), scope)))
     return marks
 
 

@@ -27,7 +27,7 @@ from jaxmp._core.plan.flops import kept_by_layers
 from jaxmp._core.plan.plan import Plan
 from jaxmp._core.plan.regions import layers_region
 from jaxmp._core.plan.rules import governed
-from jaxmp._core.policy_keys import ranged, shadowed
+from jaxmp._core.policy_keys import key_matches, ranged, shadowed
 from jaxmp._core.printable import printable
 from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
@@ -126,6 +126,14 @@ class Overrides:
     def policy_at(self, path: Sequence[str], cls: type) -> Policy | None:
         """Returns the policy that the user's map has for a path from here and a class, or None."""
         return self.map.policy_at((*(self.part.path if self.part else ()), *path), cls)
+
+    def key_of(self, module: ModuleInfo) -> str:
+        """Returns the key that a module's policy comes from, as a message shows it; or nothing."""
+        if module.policy is None:
+            return ""
+        path = (*(self.part.path if self.part else ()), *(module.path or ()))
+        keys = (key for key, _ in self.map.overrides if key_matches(key, path, module.cls))
+        return next((key if isinstance(key, str) else key.__name__ for key in keys), "")
 
     def layers_at(
         self, path: Sequence[str], cls: type
