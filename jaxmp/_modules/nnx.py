@@ -8,7 +8,7 @@ trace; the modules of that copy that have a policy of their own are marked there
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -151,6 +151,11 @@ def _format_of(
     return lambda path: overrides.format_at(path, infos)
 
 
+# The modules with keys that are being called: the map, and the path. A part of the key of jit
+# caches: what is inside them marks nothing of its own then.
+_INSIDE = jax.make_user_context(default_value=())
+
+
 class _Mark(NamedTuple):
     """The region that the methods of a module inside enter.
 
@@ -158,26 +163,36 @@ class _Mark(NamedTuple):
       policy: its policy.
       key: the key of the user's map that it comes from, or nothing.
       scope: of a deliberate float32, the path, a named scope as Linen has for any module.
+      of: the map, and the path of the module that has the key.
+      inherited: whether that is a module around it, which it may be called past.
     """
 
     policy: Policy
     key: str = ""
     scope: str | None = None
+    of: Hashable = None
+    inherited: bool = False
 
 
 @one_per_key
 def _marked_class(cls: Any, mark: _Mark) -> Any:
     """Returns the subclass of a class whose methods enter a region."""
-    policy, key, scope = mark
+    policy, scope = mark.policy, mark.scope
 
     def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
         def marked_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
             method = getattr(cls, name)  # at each call: `nnx.capture` replaces methods
-            if policy_in_force() in (None, policy):
+            in_force, inside = policy_in_force(), _INSIDE.value
+            if in_force is None or (mark.inherited and mark.of in inside):
                 return method(self, *args, **kwargs)
             named = nullcontext() if scope is None else jax.named_scope(scope)
-            with named, region(policy, own=scope is not None, key=key):
+            marked = region(policy, own=scope is not None, key=mark.key)
+            with (
+                _INSIDE((*inside, mark.of)),
+                named,
+                nullcontext() if policy == in_force else marked,
+            ):
                 return method(self, *args, **kwargs)
 
         return marked_method
@@ -222,8 +237,16 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, _Mark]]:
             continue
         scope = None if info.policy or policy is None else "/".join(path)
         policy = policy or in_norms.get(id(inner))
-        if policy is not None:
-            marks.append((inner, _Mark(policy, overrides.key_of(info), scope)))
+        inherited = policy is None and not isinstance(inner, (nnx.List, nnx.Dict))
+        keyed = info if info.policy else None
+        if inherited:
+            keyed = next((each for each in _from(info) if each.own_policy(distinct)), None)
+        if keyed is not None and keyed.policy is not None:
+            of = overrides.map, keyed.path
+            key = overrides.key_of(keyed)
+            marks.append((inner, _Mark(keyed.policy, key, None, of, inherited)))
+        elif policy is not None:
+            marks.append((inner, _Mark(policy, scope=scope)))
     return marks
 
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxmp
 
 from linen_models import BF16, F16, all_counts
-from support import case
+from support import case, contraction_dtypes
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
@@ -245,3 +246,31 @@ class Parent(nn.Module):
 
 def test_the_wrapped_module_is_itself_where_one_inside_calls_it():
     assert counts(Parent(), {"layer": "float32"}) == {"float32": 3, "bfloat16": 2}
+
+
+class NnxEncoder(nnx.Module):
+    def __init__(self, rngs):
+        self.layer, self.norm = nnx.Linear(16, 16, rngs=rngs), nnx.LayerNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        return jaxmp.full_precision(self.layer)(x)
+
+
+class NnxPast(nnx.Module):
+    def __init__(self):
+        self.encoder, self.head = NnxEncoder(nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.head(self.encoder.layer(self.encoder(x)))
+
+
+def nnx_counts(keys, default):
+    graph, state = nnx.split(jaxmp.wrap(NnxPast(), jaxmp.PolicyMap(keys, default=default)))
+    return dict(contraction_dtypes(lambda state: nnx.merge(graph, state)(X), state))
+
+
+@pytest.mark.parametrize("key", ["encoder", NnxEncoder])
+def test_an_nnx_module_called_past_the_one_around_it_has_its_policy(key):
+    assert nnx_counts({key: "float32"}, BF16) == {"float32": 2, "bfloat16": 1}
+    # Inside a call of the encoder, the author's region is further in.
+    assert nnx_counts({key: F16}, BF16) == {"float32": 1, "float16": 1, "bfloat16": 1}
