@@ -256,13 +256,16 @@ class PolicyMap:
                     "same."
                 )
 
-    def policy_at(self, path: Sequence[str], module_class: type | None = None) -> Policy | None:
+    def policy_at(
+        self, path: Sequence[str] | None, module_class: type | None = None
+    ) -> Policy | None:
         """Returns the policy of the first key that matches a module, or None if none does.
 
         Keys with a range match no module as a whole; see `layer_policies_at`.
 
         Args:
-          path: The module's path, one string per component; empty for the outermost module.
+          path: The module's path, one string per component; empty for the outermost module; None
+            if it is not known.
           module_class: Its class.
         """
         for key, policy in self.overrides:

@@ -20,6 +20,7 @@ from jaxmp._core.quantize.store import trained_as_stored
 from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Found, Overrides
+from jaxmp._modules.unbound import UNKNOWN, Names, names_of, place_of, policy_past, warn_of_unknown
 from jaxmp.policy import Policy
 
 # Part of the key of every jit cache, `nn.jit`'s included: the kind of call that is traced, and the
@@ -69,11 +70,6 @@ def own_parameters(module: nn.Module) -> list[Any]:
     return jax.tree.leaves([v for v in params.values() if not isinstance(v, Mapping)])
 
 
-def _names(path: Any) -> tuple[str, ...]:
-    """Returns the names in a path into Flax's groups: the collection, and those below it."""
-    return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
-
-
 def _plain(value: Any) -> Any:
     """Returns a value that may be kept: without the arrays, and the scopes of modules, in it."""
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -121,6 +117,8 @@ class Interceptor:
         self.learns = self.initializing or self.rehearses or policy_in_force() is None
         self._marked = self.entered.distinct or frozenset()
         self._around: ModuleInfo | None = None  # the module that is being called
+        self._holders: tuple[tuple[Names, nn.Module], ...] = ()  # the bound modules around it
+        self._applied: Names | None = None  # the path of an unbound module that is applied in one
         self._outside: Policy | None = None  # the policy in force around a SpectralNorm
         self._in_layers = False  # where some layers have policies that are not in force yet
         self._formats: dict[tuple[str, ...], WeightFormat | None] = {}  # that weights were shown in
@@ -146,7 +144,7 @@ class Interceptor:
 
     def trained_as_stored(self, path: Any, leaf: Any) -> Any:
         """Returns a parameter, at a path into Flax's groups, as it will be stored."""
-        collection, *below = _names(path)
+        collection, *below = names_of(path)
         if self.initializing or not self.overrides.trains_few_bits or collection != "params":
             return leaf
         names = tuple(below)
@@ -162,7 +160,7 @@ class Interceptor:
 
         None if that module is wrapped by itself, and has cast its variables.
         """
-        names = _names(path)[1:]
+        names = names_of(path)[1:]
         above = (names[:i] for i in range(len(names), -1, -1))
         module = next((self._by_path[n] for n in above if n in self._by_path), None)
         if module is not None and module.wrapped:
@@ -186,7 +184,9 @@ class Interceptor:
         context: InterceptorContext,
     ) -> Any:
         called = context.method_name != "setup"
-        around, module = self._around, self._info(context.module, called=called)
+        around, applied, holders = self._around, self._applied, self._holders
+        self._applied = self._place_of(context.module)
+        module = self._info(context.module, called=called)
         policy, outside = module.own_policy(self._marked), self._outside
         own = policy is not module.policy  # the layer's deliberate float32
         if policy is None and isinstance(context.module, nn.SpectralNorm):
@@ -194,39 +194,61 @@ class Interceptor:
             policy, self._outside = self.overrides.exact, policy_in_force()
         elif policy is None and around is not None and issubclass(around.cls, nn.SpectralNorm):
             policy, self._outside = outside, None
+        elif policy is None and around is not None and not module.wrapped:
+            policy = policy_past(self.overrides, module.path, around.path, self.entered.by_path)
         marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        in_force, in_layers = policy_in_force(), self._in_layers
-        # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
-        if policy is not None and in_force is not None and (in_layers or policy != in_force):
-            marked = region(policy, own=own)
-        elif in_force is not None and is_lost_in_rule(in_force):
-            marked = region(in_force, own=own)
-        layers = None
+        in_force, in_layers, layers = policy_in_force(), self._in_layers, None
         if in_force is not None and module.path is not None and not module.wrapped:
             layers = self.overrides.layers_at(module.path, module.cls)
+        # Flax runs a lifted module's methods again on a clone, which must not be marked twice.
+        if policy is not None and in_force is not None and (in_layers or policy != in_force):
+            marked = region(policy, own=own, key=self.overrides.key_of(module))
+        elif in_force is not None and is_lost_in_rule(in_force) and not (in_layers or layers):
+            marked = region(in_force, own=own)
         self._around, self._in_layers = module, in_layers or layers is not None
+        if module.path is not None:
+            self._holders = (*holders, (module.path, context.module))
+        # Flax's own caches tell modules apart by their paths, which those applied do not have.
+        known = _MARKING((self.entered, self._marked, self._applied)) if self._applied else None
         try:
-            with marked, layers or contextlib.nullcontext():
+            with marked, layers or contextlib.nullcontext(), known or contextlib.nullcontext():
                 out = next_fun(*args, **kwargs)
         finally:
             self._around, self._outside, self._in_layers = around, outside, in_layers
+            self._applied, self._holders = applied, holders
         # Only after `setup` is it known where a module that shares a scope has its variables.
         if module.is_layer and called:
             module.hold(own_parameters(context.module))
         return out
 
+    def _place_of(self, module: nn.Module) -> Names | None:
+        """Returns the path to put before that of a module: of the unbound one it is, or is in."""
+        if module.path or not self._holders or self.overrides.is_single:
+            return self._applied
+        _, root = self._holders[0]
+        if type(module) is type(root):
+            return self._applied
+        place = place_of(module, self._holders)
+        if place is not None:
+            return place
+        warn_of_unknown(self.overrides, module, self._holders)
+        return UNKNOWN
+
     def _info(self, module: nn.Module, *, called: bool) -> ModuleInfo:
         """Returns the info of an entered module; one wrapped by itself keeps its own policies."""
         cls, around, full = type(module), self._around, tuple(module.path)
         count = len(self.root)
-        path = full[count:] if full[:count] == self.root else None
+        if self._applied is not None:
+            full = (*self.root, *self._applied, *full)
+        known = full[:count] == self.root and self._applied is not UNKNOWN
+        path = full[count:] if known else None
         wrapped = around is not None and around.wrapped
         wrapped = wrapped or (path != () and hasattr(module, "_jaxmp_policy"))
         key = (full, cls, wrapped)
         info = self.entered.modules.get(key)
         if info is None or (called and not info.called):
-            said = not (wrapped or path is None)
-            policy = self.overrides.policy_at(path or (), cls) if said else None
+            said = not wrapped and (known or self._applied is UNKNOWN)
+            policy = self.overrides.policy_at(path, cls) if said else None
             info = ModuleInfo(module, path, around, policy, wrapped=wrapped, called=called)
             self.entered.modules[key] = info
         return info

@@ -8,9 +8,9 @@ trace; the modules of that copy that have a policy of their own are marked there
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -151,28 +151,55 @@ def _format_of(
     return lambda path: overrides.format_at(path, infos)
 
 
-@one_per_key
-def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
-    """Returns the subclass of a class whose methods enter the region of a policy.
+# The modules with keys that are being called: the map, and the path. A part of the key of jit
+# caches: what is inside them marks nothing of its own then.
+_INSIDE = jax.make_user_context(default_value=())
 
-    For a deliberate float32, in the named scope of its path, as Linen has for any module.
+
+class _Mark(NamedTuple):
+    """The region that the methods of a module inside enter.
+
+    Attributes:
+      policy: its policy.
+      key: the key of the user's map that it comes from, or nothing.
+      scope: of a deliberate float32, the path, a named scope as Linen has for any module.
+      of: the map, and the path of the module that has the key.
+      inherited: whether that is a module around it, which it may be called past.
     """
+
+    policy: Policy
+    key: str = ""
+    scope: str | None = None
+    of: Hashable = None
+    inherited: bool = False
+
+
+@one_per_key
+def _marked_class(cls: Any, mark: _Mark) -> Any:
+    """Returns the subclass of a class whose methods enter a region."""
+    policy, scope = mark.policy, mark.scope
 
     def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
         def marked_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
             method = getattr(cls, name)  # at each call: `nnx.capture` replaces methods
-            if policy_in_force() in (None, policy):
+            in_force, inside = policy_in_force(), _INSIDE.value
+            if in_force is None or (mark.inherited and mark.of in inside):
                 return method(self, *args, **kwargs)
             named = nullcontext() if scope is None else jax.named_scope(scope)
-            with named, region(policy, own=scope is not None):
+            marked = region(policy, own=scope is not None, key=mark.key)
+            with (
+                _INSIDE((*inside, mark.of)),
+                named,
+                nullcontext() if policy == in_force else marked,
+            ):
                 return method(self, *args, **kwargs)
 
         return marked_method
 
     members: dict[str, Any] = {name: marked(name, method) for name, method in methods_of(cls)}
     members["_jaxmp_policy"] = policy
-    return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
+    return subclass((_marked_class, cls, mark), members, pytree=is_registered(cls))
 
 
 @contextmanager
@@ -181,22 +208,22 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
 
     The modules must be private to the trace: it changes their classes, for all their users.
     """
-    marks = [(inner, type(inner), *mark) for inner, *mark in _marks(module, overrides)]
-    for inner, cls, policy, scope in marks:
-        object.__setattr__(inner, "__class__", _marked_class(cls, policy, scope))
+    marks = [(inner, type(inner), mark) for inner, mark in _marks(module, overrides)]
+    for inner, cls, mark in marks:
+        object.__setattr__(inner, "__class__", _marked_class(cls, mark))
     try:
         yield
     finally:
-        for inner, cls, *_ in marks:
+        for inner, cls, _ in marks:
             object.__setattr__(inner, "__class__", cls)
 
 
-def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, str | None]]:
-    """Returns the inner modules with policies of their own, and the path of a deliberate one."""
+def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, _Mark]]:
+    """Returns the inner modules with policies of their own."""
     infos = _infos(module, overrides)
     overrides.warn_of_other_dtypes(infos)
     distinct = distinguished(infos)
-    marks: list[tuple[Any, Policy, str | None]] = []
+    marks: list[tuple[Any, _Mark]] = []
     in_norms: dict[int, Policy] = {}  # the layers inside SpectralNorms
     for info, (_, inner) in infos.items():
         if isinstance(inner, nnx.SpectralNorm):
@@ -206,12 +233,20 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, 
         policy = info.own_policy(distinct)
         if policy is None and isinstance(inner, nnx.SpectralNorm):
             # Its own products estimate a norm by iteration; the layer inside is as around it.
-            marks.append((inner, overrides.exact, None))
+            marks.append((inner, _Mark(overrides.exact)))
             continue
         scope = None if info.policy or policy is None else "/".join(path)
         policy = policy or in_norms.get(id(inner))
-        if policy is not None:
-            marks.append((inner, policy, scope))
+        inherited = policy is None and not isinstance(inner, (nnx.List, nnx.Dict))
+        keyed = info if info.policy else None
+        if inherited:
+            keyed = next((each for each in _from(info) if each.own_policy(distinct)), None)
+        if keyed is not None and keyed.policy is not None:
+            of = overrides.map, keyed.path
+            key = overrides.key_of(keyed)
+            marks.append((inner, _Mark(keyed.policy, key, None, of, inherited)))
+        elif policy is not None:
+            marks.append((inner, _Mark(policy, scope=scope)))
     return marks
 
 

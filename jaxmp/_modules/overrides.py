@@ -27,7 +27,7 @@ from jaxmp._core.plan.flops import kept_by_layers
 from jaxmp._core.plan.plan import Plan
 from jaxmp._core.plan.regions import layers_region
 from jaxmp._core.plan.rules import governed
-from jaxmp._core.policy_keys import ranged, shadowed
+from jaxmp._core.policy_keys import key_matches, ranged, shadowed
 from jaxmp._core.printable import printable
 from jaxmp._core.weight_format import WeightFormat
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
@@ -123,9 +123,25 @@ class Overrides:
         """Returns the context of a call of the wrapped module at a path, or of a part of it."""
         return _CALLED((*_CALLED.value, (*self._called, path)))  # type: ignore[no-any-return]
 
-    def policy_at(self, path: Sequence[str], cls: type) -> Policy | None:
-        """Returns the policy that the user's map has for a path from here and a class, or None."""
-        return self.map.policy_at((*(self.part.path if self.part else ()), *path), cls)
+    def policy_at(self, path: Sequence[str] | None, cls: type) -> Policy | None:
+        """Returns the policy that the user's map has for a path from here and a class, or None.
+
+        Args:
+          path: the path; None if it is not known.
+          cls: the class.
+        """
+        full = None if path is None else (*(self.part.path if self.part else ()), *path)
+        return self.map.policy_at(full, cls)
+
+    def key_of(self, module: ModuleInfo) -> str:
+        """Returns the key that a module's policy comes from, as a message shows it; or nothing."""
+        if module.policy is None:
+            return ""
+        path = (
+            None if module.path is None else (*(self.part.path if self.part else ()), *module.path)
+        )
+        keys = (key for key, _ in self.map.overrides if key_matches(key, path, module.cls))
+        return next((key if isinstance(key, str) else key.__name__ for key in keys), "")
 
     def layers_at(
         self, path: Sequence[str], cls: type
@@ -209,7 +225,7 @@ class Overrides:
             if self.is_single
             else f"their paths in the PolicyMap, before others, with {policy!r}"
         )
-        self._warn(
+        self.warn(
             [path for path, _ in kept.most_common()],
             f"wrap: {len(kept)} layer{'s' * (len(kept) > 1)} with {share:.0%} of the "
             "FLOPs of products stay float32, because they were given dtype=float32 and other "
@@ -222,7 +238,7 @@ class Overrides:
         layers = [m for m in modules if m.is_layer and m.weighs and m.path is not None]
         others = [m for m in layers if m.low and m.dtype not in self._computed]
         if 2 * len(others) > len(layers):
-            self._warn(
+            self.warn(
                 ["/".join(m.path or ()) or m.cls.__name__ for m in others],
                 f"wrap: modules that were given dtype={others[0].dtype} compute in it, "
                 f"under the policy {str(self.default)!r} as well",
@@ -238,7 +254,7 @@ class Overrides:
                 f"variables would be parameters. Its collections are {', '.join(variables)}."
             )
 
-    def _warn(self, paths: list[str], fact: str, remedy: str) -> None:
+    def warn(self, paths: list[str], fact: str, remedy: str) -> None:
         """Warns once about the same layers."""
         if frozenset(paths) not in self._warned:
             self._warned.add(frozenset(paths))

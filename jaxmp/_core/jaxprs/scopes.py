@@ -25,6 +25,9 @@ REGION = "jaxmp:"
 # The prefix of the policy, where the region comes from a layer's own `dtype=float32`.
 OWN = "own:"
 
+# The prefix of the key of a `PolicyMap` that the region around it comes from, with `|` for `/`.
+KEY = "jaxmp_key="
+
 # The prefix around a module that scans layers with policies of their own, followed by its path; and
 # around what has such a policy: that, the range of layers and the policy, with `|` between.
 LAYERS = "jaxmp_layers="

@@ -23,6 +23,7 @@ from jaxmp._core.jaxprs.scopes import (
     DEQUANTIZE,
     EMULATED,
     KEPT,
+    KEY,
     LAYERS,
     MISSED,
     PARAMETER,
@@ -55,7 +56,7 @@ _CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]\d+\.py$|^<ipython-input-")
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 # Scopes that are not the user's begin with one of these.
 _MARKS = (
-    *(REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED),
+    *(REGION, KEY, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED),
     *(SEED, PARAMETER, DEQUANTIZE, ROWS, LAYERS),
 )
 _NOT_MODULES = ("rematted_computation", *_MARKS)

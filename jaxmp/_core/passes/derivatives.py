@@ -29,20 +29,19 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._core.decide.planning import Planning
-from jaxmp._core.execute.annotations import contracts
 from jaxmp._core.execute.execute import CustomCall, execute
 from jaxmp._core.execute.program_key import comparable
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import is_inexact, tangent_type
 from jaxmp._core.jaxprs.dataflow import Inside, forward
 from jaxmp._core.jaxprs.split_layers import split_layers
+from jaxmp._core.passes.by_hand import refuse_by_hand, rule_policy
 from jaxmp._core.plan.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._core.plan.plan import DType, Plan, Step, Value
 from jaxmp._core.plan.regions import in_region, inside_rule
 from jaxmp._core.plan.roots import OTHER, is_zeros
-from jaxmp._core.plan.rules import Rules, region_rules, runs_as_written
+from jaxmp._core.plan.rules import Rules, runs_as_written
 from jaxmp._core.products.derivative import QuantizedDot
-from jaxmp.policy import Policy
 
 Pattern = tuple[int, ...]
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
@@ -115,45 +114,42 @@ def call_of(eqn: JaxprEqn) -> Call:
 
 
 def trace_rule(
-    call: Call, rule: Callable[..., Any], avals: Sequence[Any], plan: Plan
+    call: Call,
+    rule: Callable[..., Any],
+    avals: Sequence[Any],
+    plan: Plan,
+    *,
+    backward: bool = False,
 ) -> tuple[Any, Any]:
     """Traces a derivative rule to its jaxpr, and the pytree of shapes and dtypes that it returns.
 
-    What it computes in no region of its own has the policy of `_policy_of_rule`.
+    What it computes in no region of its own has the policy of `rule_policy`.
 
     Args:
       call: the function whose rule it is.
       rule: the rule, a function of arrays.
       avals: their types.
       plan: the plan of the function.
+      backward: whether the rule is the backward pass of a vjp.
 
     Raises:
       ClosedOverError: if the rule uses values of an enclosing function that are not its operands.
+      ValueError: see `refuse_by_hand`.
     """
-    policy = _policy_of_rule(plan)
+    own = rule_policy(plan)
+    policy = own.policy
     # A trace begins with no scopes: the region is entered inside.
     marked = rule if policy == plan.rules.policy else in_region(rule, policy)
-    with inside_rule(policy):
+    with inside_rule(policy, mark_all=bool(own.keys)):
         try:
             jaxpr, shapes = compat.trace_of_tree(marked, avals)
         except jax.errors.UnexpectedTracerError as error:
             raise ClosedOverError(call.name) from error
     if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(call.name)
+    if backward:
+        refuse_by_hand(call.name, jaxpr, own)
     return split_layers(jaxpr, rule_of=call.name), shapes
-
-
-def _policy_of_rule(plan: Plan) -> Policy:
-    """Returns the policy of all products of a function, or the one around its call if they differ.
-
-    A backward pass by hand is in no module, whatever module the forward pass calls.
-    """
-    of_products = {
-        (visit.place.first(region_rules) or plan.rules).policy
-        for visit in plan.walk()
-        if contracts(visit.step.eqn) and plan.rules.governs(visit.step.eqn.invars[0])
-    }
-    return of_products.pop() if len(of_products) == 1 else plan.rules.policy
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:
@@ -305,9 +301,11 @@ class _Pullback:
         outs = [*plan.outs, *free.outs[n_out:]]
         self.forward = self._planned(jaxpr, ins, wanted, outs)
 
-    def _traced(self, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+    def _traced(
+        self, rule: Callable[..., Any], avals: Sequence[Any], *, backward: bool = False
+    ) -> tuple[Any, Any]:
         """Traces a rule; equal jaxprs are one object, so that `_planned` finds an earlier plan."""
-        jaxpr, shapes = trace_rule(self._call, rule, avals, self._plan)
+        jaxpr, shapes = trace_rule(self._call, rule, avals, self._plan, backward=backward)
         program = comparable(jaxpr, lines=True)
         if program is not None:
             first = self._planner.jits((program,))
@@ -354,7 +352,7 @@ class _Pullback:
             return list(pullback(self._cotangents(cotangents, given)))
 
         avals = [tangent_type(self._call.outs[i]) for i in given]
-        jaxpr, _ = self._traced(bwd, [*self._saved, *avals])
+        jaxpr, _ = self._traced(bwd, [*self._saved, *avals], backward=True)
         linear = [False] * len(self._saved) + [True] * len(avals)
         self._planner.tangents |= hidden_tangents(jaxpr, linear, self._plan.rules)
         return jaxpr

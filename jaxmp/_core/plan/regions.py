@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxmp._core.flax import nnx
-from jaxmp._core.jaxprs.scopes import CAST, LAYERS, OWN, REGION
+from jaxmp._core.jaxprs.scopes import CAST, KEY, LAYERS, OWN, REGION
 from jaxmp._core.jaxprs.trace import holds_modules, is_array
 from jaxmp._core.plan.rules import FLOAT32
 from jaxmp._core.policy_keys import LayerRange
@@ -33,9 +33,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 # autocast (where an inner autocast only leaves a marker) is never reused outside of one.
 _POLICY = jax.make_user_context(default_value=None)
 
-# The own policy of the derivative rule that is being traced; None outside of rules. A part of the
-# key of jit caches, too: modules mark more regions in a rule.
+# The own policy of the derivative rule that is being traced, or `_SEVERAL`; None outside of rules.
+# A part of the key of jit caches, too: modules mark more regions in a rule.
 _RULE = jax.make_user_context(default_value=None)
+_SEVERAL = "several policies"
 
 
 # The policies that something was traced under, where `policies_traced` collects them.
@@ -120,9 +121,12 @@ def policy_in_force() -> Policy | None:
 
 
 @contextmanager
-def inside_rule(policy: Policy) -> Iterator[None]:
-    """Enters the trace of a derivative rule, whose own equations have a policy."""
-    with inside_autocast(policy), _RULE(policy):
+def inside_rule(policy: Policy, *, mark_all: bool = False) -> Iterator[None]:
+    """Enters the trace of a derivative rule, whose own equations have a policy.
+
+    With `mark_all` every module marks its region, so that what is in none is in no module.
+    """
+    with inside_autocast(policy), _RULE(_SEVERAL if mark_all else policy):
         yield
 
 
@@ -136,16 +140,19 @@ def is_lost_in_rule(policy: Policy) -> bool:
 
 
 @contextmanager
-def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
+def region(policy: Policy, *, own: bool = False, key: str = "") -> Iterator[None]:
     """Enters a region with its own policy, while a function is traced to be planned.
 
     `own` marks the author's choice, the `dtype` of a layer. That does not include residuals, which
-    stay those of the enclosing policy.
+    stay those of the enclosing policy. `key` is the key of a `PolicyMap` that the policy is for.
     """
     if own:
         policy = _keeping_as_around(policy)
     note_traced(policy)
-    with _POLICY(policy), jax.named_scope(f"{REGION}{OWN if own else ''}{policy}"):
+    with _POLICY(policy), ExitStack() as scopes:
+        scopes.enter_context(jax.named_scope(f"{REGION}{OWN if own else ''}{policy}"))
+        if key:
+            scopes.enter_context(jax.named_scope(f"{KEY}{key.replace('/', '|')}"))
         yield
 
 

@@ -14,7 +14,7 @@ from jaxmp._core.jaxprs.attributes import is_reference, name_stack
 from jaxmp._core.jaxprs.compat import closed, dtype_of, kind
 from jaxmp._core.jaxprs.equation_parameters import contracted, jitted_name, precision
 from jaxmp._core.jaxprs.higher_order import HIGHER_ORDER
-from jaxmp._core.jaxprs.scopes import OWN, REGION
+from jaxmp._core.jaxprs.scopes import KEY, OWN, REGION
 from jaxmp._core.jaxprs.walk import equations
 from jaxmp._core.plan.primitives import CALLED, LOOKING_UP, classify
 from jaxmp._core.plan.why import Kind, Why
@@ -29,6 +29,7 @@ FULL = get_policy("float32")
 # Classes in which a higher-order primitive runs as a whole, in float32.
 WHOLE = ("full_precision", "as_written")
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
+_REGION_OR_KEY = re.compile(rf"{REGION}[^/()]+|{KEY}([^/()]+)")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,6 +167,17 @@ def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
         return found
     above = found.low is not None and found.low.itemsize >= around.wide.itemsize
     return changed(found, wide=around.wide, low=None if above else found.low)
+
+
+def region_key(eqn: JaxprEqn) -> str | None:
+    """Returns the key of a `PolicyMap` that the innermost region of an equation comes from.
+
+    Empty if it comes from no key; None outside of regions.
+    """
+    if jitted_name(eqn).startswith(REGION):
+        return ""
+    keys = _REGION_OR_KEY.findall(str(name_stack(eqn)))
+    return str(keys[-1]).replace("|", "/") if keys else None
 
 
 def runs_as_written(jaxpr: Any, rules: Rules) -> bool:
