@@ -131,6 +131,13 @@ def test_an_eager_update_and_a_scan_of_steps():
         np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-4)
 
 
+def inside_loop(tx, params):
+    """Returns the jaxpr of an update: the body of the only loop in a traced step."""
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
+    [loop] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "while"]
+    return loop.params["body_jaxpr"].jaxpr
+
+
 def moves(tx):
     """Yields the name of a parameter where a moment of it moves, and which way, in a traced step.
 
@@ -140,8 +147,7 @@ def moves(tx):
     shapes = {name: 64 + i for i, name in enumerate("abcd")}
     params |= {name: jnp.ones((rows, 128)) for name, rows in shapes.items()}
     named = {rows: name for name, rows in shapes.items()}
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
-    for eqn in jaxpr.eqns:
+    for eqn in inside_loop(tx, params).eqns:
         if eqn.primitive.name == "device_put":
             out = eqn.outvars[0].aval
             to_host = out.memory_space == jax.memory.Space.Host
@@ -154,7 +160,7 @@ def test_an_array_moves_back_before_the_one_after_the_next_moves():
         (name, way) for name in "abcd" for way in ("to the device", "to the device", "back", "back")
     ]
     params = jax.tree.map(jnp.asarray, PARAMS)
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
+    jaxpr = inside_loop(tx, params)
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
     made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     assert len(barriers) == 2 * 4
@@ -165,6 +171,19 @@ def test_an_array_moves_back_before_the_one_after_the_next_moves():
     # The first two parameters wait for a gradient, the others for the moments of the last but one.
     assert [len(wait) for wait in waits] == [0] * 4 + [2] * 4
     assert len({tuple(wait) for wait in waits[4:]}) == 2
+
+
+def test_without_types_of_host_memory_there_is_no_loop():
+    """A `jax.ShapeDtypeStruct` with a sharding is of no memory, and an array may not change its."""
+    tx = store_state(ADAM, "float32", memory=HOST)
+    state = tx.init(PARAMS)
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    untyped = jax.jit(tx.update).trace(PARAMS, structs, PARAMS)
+    assert "while" not in {eqn.primitive.name for eqn in untyped.jaxpr.eqns}
+    want = jax.jit(tx.update)(PARAMS, state, PARAMS)
+    assert_same(untyped.lower().compile()(PARAMS, state, PARAMS), want)
 
 
 def test_effects_of_an_update_remain():
