@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ def in_memory(
     The state has the same structure and the same bits. In a compiled step an array is moved to the
     device when the update of its parameter is computed, after all gradients, and back before the
     one after the next is moved: what is on the device at one time is a few arrays. That order is
-    given by barriers; XLA for TPUs would else move all of them first.
+    given by barriers, and by a loop around the update (`_once`).
 
     Raises:
       ValueError: If the memory is neither None nor "pinned_host".
@@ -49,14 +50,14 @@ def in_memory(
         return jax.tree.map(_to_host, tx.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        def moved(state: Any) -> tuple[Any, Any]:
+        def moved(updates: Any, state: Any) -> tuple[Any, Any]:
             out, new = tx.update(updates, jax.tree.map(_to_device, state), params, **extra)
             return out, jax.tree.map(_to_host, new)
 
         arrays = jax.tree.leaves((updates, state))
         if not any(map(is_tracer, arrays)):
-            return moved(state)
-        new: tuple[Any, Any] = _in_turn(moved, state, jax.tree.leaves(updates))
+            return moved(updates, state)
+        new: tuple[Any, Any] = _in_turn(moved, updates, state)
         return new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -76,26 +77,85 @@ def _is_moved(x: Any) -> bool:
     return is_large and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _in_turn(moved: Callable[[Any], tuple[Any, Any]], state: Any, first: list[Any]) -> Any:
-    """Returns `moved(state)`, whose arrays in host memory are read in turn.
+def _in_turn(moved: Callable[[Any, Any], tuple[Any, Any]], updates: Any, state: Any) -> Any:
+    """Returns `moved(updates, state)`, which reads the state's arrays in host memory in turn.
 
     Args:
-      moved: the update, traced here: a function of the state that returns the updates and the new
-        state.
+      moved: the update, traced here: a function that returns the updates and the new state.
+      updates: the gradients, which are computed before anything is moved.
       state: the state.
-      first: arrays that are computed before anything is moved.
     """
-    arrays = jax.tree.leaves(state)
-    closed, shapes = jax.make_jaxpr(moved, return_shape=True)(state)
+    arrays = jax.tree.leaves((updates, state))
+    closed, shapes = jax.make_jaxpr(moved, return_shape=True)(updates, state)
     # optax computes some of all moments in one jitted function.
     inlined = jax.make_jaxpr(lambda *arrays: evaluate(closed, arrays, _bind_inlined))(*arrays)
-    program = _Program(inlined, arrays, first)
-    outs = compat.closed(inlined).jaxpr.outvars
-    count = len(jax.tree.leaves(shapes[0]))
-    for update in outs[:count]:
-        program.compute([update])
-        program.move_back([v for v in outs[count:] if program.could_compute(v)])
-    return jax.tree.unflatten(jax.tree.structure(shapes), program.results(outs))
+    jaxpr, consts = compat.closed(inlined)
+    outs = jaxpr.outvars
+    given, count = len(jax.tree.leaves(updates)), len(jax.tree.leaves(shapes[0]))
+
+    def run(consts: list[Any], arrays: list[Any]) -> list[Any]:
+        program = _Program(jaxpr, consts, arrays, given)
+        for update in outs[:count]:
+            program.compute([update])
+            program.move_back([v for v in outs[count:] if program.could_compute(v)])
+        return program.results(outs)
+
+    def differentiable(consts: list[Any], arrays: list[Any]) -> list[Any]:
+        """Computes the same in no order: JAX transposes no barrier with constants in it."""
+        return _Program(jaxpr, consts, arrays, len(arrays)).results(outs)
+
+    results = _once(run, differentiable, list(consts), arrays, [out.aval for out in outs])
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _once(
+    run: Callable[[list[Any], list[Any]], list[Any]],
+    differentiable: Callable[[list[Any], list[Any]], list[Any]],
+    consts: list[Any],
+    arrays: list[Any],
+    avals: list[Any],
+) -> list[Any]:
+    """Returns `run(consts, arrays)`, in a loop of one iteration where the results allow that.
+
+    XLA schedules a loop's body by itself. In one computation with a backward pass, XLA for TPUs
+    moves the state in before the gradients are there, and XLA for GPUs, whose scheduler of least
+    memory gives way to one that hides latency wherever something moves, keeps logits to the end.
+
+    Args:
+      run: what reads and returns arrays in host memory.
+      differentiable: the same, whose derivatives are taken: a loop has none in reverse mode.
+      consts: its other operands.
+      arrays: its operands, which the results of the loop replace in place.
+      avals: the types of its results.
+    """
+    if len(arrays) != len(avals) or not all(map(_has_type, arrays, avals)):
+        return run(consts, arrays)
+
+    @jax.custom_jvp
+    def looped(consts: list[Any], arrays: list[Any]) -> list[Any]:
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            return jnp.zeros((), bool), *run(consts, list(carry[1:]))
+
+        # Behind a barrier: a loop that is known to end after one iteration is removed.
+        again = lax.optimization_barrier(jnp.ones((), bool))
+        return list(lax.while_loop(lambda carry: carry[0], body, (again, *arrays))[1:])
+
+    looped.defjvp(functools.partial(jax.jvp, differentiable))
+    return list(looped(consts, arrays))
+
+
+def _has_type(x: Any, aval: Any) -> bool:
+    """Returns whether an array may become a result in place.
+
+    That an argument is in host memory its type may not say: a `jax.ShapeDtypeStruct`'s does not.
+    """
+    typed = jax.typeof(x)
+    if typed.sharding.spec != aval.sharding.spec:  # their meshes may differ in what they are for
+        return False
+    same: bool = typed.update(weak_type=False, sharding=aval.sharding) == aval.update(
+        weak_type=False
+    )
+    return same
 
 
 def _bind_inlined(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -108,21 +168,21 @@ def _bind_inlined(eqn: Any, operands: list[Any]) -> list[Any]:
 class _Program:
     """A traced update, run equation by equation in the order in which results are asked for."""
 
-    def __init__(self, closed: Any, arrays: list[Any], first: list[Any]) -> None:
-        jaxpr, consts = compat.closed(closed)
+    def __init__(self, jaxpr: Any, consts: list[Any], arrays: list[Any], given: int) -> None:
+        """Starts with operands, of which the first `given` are computed before anything moves."""
         self.eqns, self.arrays = jaxpr.eqns, dict(zip(jaxpr.constvars, consts, strict=True))
         self.arrays |= zip(jaxpr.invars, arrays, strict=True)
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.left = set(range(len(self.eqns)))
         # What each equation reads of the arrays in host memory, sooner or later.
-        self.on_host = {v for v in jaxpr.invars if _is_moved(self.arrays[v])}
+        self.on_host = {v for v in jaxpr.invars[given:] if _is_moved(self.arrays[v])}
         self.reads: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.on_host}
         for eqn in self.eqns:
             read = frozenset[Any]().union(*map(self._reads, variables(eqn.invars)))
             self.reads |= dict.fromkeys(eqn.outvars, read)
         self.moved: set[Any] = set()
         # What was moved back, by turns; what is moved next waits for the last but one.
-        self.turns = [first] * _AT_ONCE
+        self.turns = [arrays[:given]] * _AT_ONCE
 
     def _reads(self, var: Any) -> frozenset[Any]:
         return self.reads.get(var, frozenset())

@@ -15,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp import dynamic_loss_scale, master_weights, store_state
+from jaxmp._core.jaxprs.place import Place
+from jaxmp._core.jaxprs.walk import walk
 
 from support import assert_same, gaussian, slow_when
 
@@ -56,24 +58,23 @@ def loss(params, x):
     return jnp.mean(x**2)
 
 
-def apply_gradients(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
+def step(tx, params, state, x):
+    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
     return optax.apply_updates(params, updates), state
 
 
-def step(tx, params, state, x):
-    return apply_gradients(tx, params, state, jax.grad(loss)(params, x))
-
-
 def train(tx, params, steps=3):
-    """Compiles the gradients by themselves: beside another update, XLA may sum their products in
-    another order."""
+    """Trains with programs of their own for gradients, updates and sums.
+
+    In one, XLA sums products in an order, and rounds sums in a way, that depend on what is beside.
+    The state is returned first: JAX would give its memory to updates of the same type.
+    """
     state = tx.init(params)
     gradients = jax.jit(jax.grad(loss))
-    update = jax.jit(functools.partial(apply_gradients, tx), donate_argnums=(0, 1))
-    params = jax.tree.map(jnp.array, params)
+    update = jax.jit(lambda *args: tx.update(*args)[::-1], donate_argnums=1)
     for _ in range(steps):
-        params, state = update(params, state, gradients(params, X))
+        state, updates = update(gradients(params, X), state, params)
+        params = optax.apply_updates(params, updates)
     return params, state
 
 
@@ -131,6 +132,16 @@ def test_an_eager_update_and_a_scan_of_steps():
         np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-4)
 
 
+def loops(jaxpr):
+    return [at.eqn for at in walk(Place(jaxpr)) if at.eqn.primitive.name == "while"]
+
+
+def inside_loop(tx, params):
+    """Returns the jaxpr of an update: the body of the only loop in a traced step."""
+    [loop] = loops(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+    return loop.params["body_jaxpr"].jaxpr
+
+
 def moves(tx):
     """Yields the name of a parameter where a moment of it moves, and which way, in a traced step.
 
@@ -140,8 +151,7 @@ def moves(tx):
     shapes = {name: 64 + i for i, name in enumerate("abcd")}
     params |= {name: jnp.ones((rows, 128)) for name, rows in shapes.items()}
     named = {rows: name for name, rows in shapes.items()}
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
-    for eqn in jaxpr.eqns:
+    for eqn in inside_loop(tx, params).eqns:
         if eqn.primitive.name == "device_put":
             out = eqn.outvars[0].aval
             to_host = out.memory_space == jax.memory.Space.Host
@@ -154,7 +164,7 @@ def test_an_array_moves_back_before_the_one_after_the_next_moves():
         (name, way) for name in "abcd" for way in ("to the device", "to the device", "back", "back")
     ]
     params = jax.tree.map(jnp.asarray, PARAMS)
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr
+    jaxpr = inside_loop(tx, params)
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
     made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     assert len(barriers) == 2 * 4
@@ -165,6 +175,46 @@ def test_an_array_moves_back_before_the_one_after_the_next_moves():
     # The first two parameters wait for a gradient, the others for the moments of the last but one.
     assert [len(wait) for wait in waits] == [0] * 4 + [2] * 4
     assert len({tuple(wait) for wait in waits[4:]}) == 2
+
+
+def test_without_types_of_host_memory_there_is_no_loop():
+    """A `jax.ShapeDtypeStruct` with a sharding is of no memory, and an array may not change its."""
+    tx = store_state(ADAM, "float32", memory=HOST)
+    state = tx.init(PARAMS)
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    untyped = jax.jit(tx.update).trace(PARAMS, structs, PARAMS)
+    assert not loops(untyped.jaxpr)
+    want = jax.jit(tx.update)(PARAMS, state, PARAMS)
+    assert_same(untyped.lower().compile()(PARAMS, state, PARAMS), want)
+
+
+def test_derivatives_are_those_of_the_transformation():
+    """Of updates by gradients, as in meta-learning; JAX has none of what is moved to the host."""
+    inner = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(0.1))
+    outer = store_state(inner, "float32", memory=HOST)
+
+    def total(tx):
+        def of_gradients(grads, state):
+            updates, _ = tx.update(grads, state, PARAMS)
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates))
+
+        both = jax.jit(jax.value_and_grad(of_gradients))(PARAMS, tx.init(PARAMS))
+        tangent = jax.jit(lambda g, s: jax.jvp(lambda g: of_gradients(g, s), (g,), (g,)))
+        return both, tangent(PARAMS, tx.init(PARAMS))
+
+    for got, want in zip(*map(jax.tree.leaves, (total(outer), total(inner))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fault_of_an_update_is_diagnosed():
+    logs = optax.stateless(lambda updates, _: jax.tree.map(lambda x: jnp.log(x - 1e3), updates))
+    tx = store_state(optax.chain(ADAM, logs), "float32", memory=HOST)
+    report = jaxmp.diagnose(functools.partial(step, tx), None, grad=False)
+    first = report(PARAMS, tx.init(PARAMS), X).first
+    assert first is not None
+    assert (first.site.op, first.kind) == ("log", "nan")
 
 
 def test_effects_of_an_update_remain():

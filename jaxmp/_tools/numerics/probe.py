@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxmp._core.host_memory import is_on_host
 from jaxmp._core.jaxprs import compat
 from jaxmp._core.jaxprs.attributes import explicit_sharding
 from jaxmp._core.jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded
@@ -131,7 +132,7 @@ class Probe:
         looks: list[Sampled] = []
         for site, value, reference in seen:
             if not self.returned(site):
-                alone = [None if x is None else _unsharded(x)[None] for x in (value, reference)]
+                alone = [None if x is None else _here(x)[None] for x in (value, reference)]
                 whole, pieces = self.whole(site), self.pieces(site)
                 looks.append(look(*alone, whole=whole, pieces=pieces))
                 continue
@@ -204,8 +205,10 @@ def _taken(extras: Extras) -> list[_Seen]:
     ]
 
 
-def _unsharded(x: Any) -> Any:
-    """Replicates an array whose type has an explicit sharding on all devices."""
+def _here(x: Any) -> Any:
+    """Moves an array from the host, and replicates one of explicit sharding on all devices."""
+    if is_on_host(x):
+        x = jax.device_put(x, jax.memory.Space.Device)
     return x if explicit_sharding(x) is None else jax.sharding.reshard(x, jax.P())
 
 

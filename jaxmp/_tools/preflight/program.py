@@ -73,7 +73,10 @@ def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str)
         jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
         for x in arrays
     ]
-    traced = jax.jit(flat).trace(*structs)
+    typed = [
+        _on_host(x) if is_on_host(given) else x for x, given in zip(structs, arrays, strict=True)
+    ]
+    traced = jax.jit(flat).trace(*typed)
     results, _ = returned[0].tree.children()
     kept = _distinct(traced.jaxpr, results.num_leaves)
     jaxpr, callbacks = without_callbacks(traced.jaxpr)
@@ -81,6 +84,12 @@ def traced_program(fn: Callable[..., Any], args: tuple[Any, ...], platform: str)
     run = jaxpr_as_fun(jaxpr)
     jitted = jax.jit(lambda *arrays: [out for out, k in zip(run(*arrays), kept, strict=True) if k])
     return TracedProgram(jitted, structs, _flops(traced.jaxpr, platform), callbacks)
+
+
+def _on_host(struct: jax.ShapeDtypeStruct) -> Any:
+    """Returns the type of an argument in host memory, which a struct with a sharding lacks."""
+    [aval] = jax.jit(lambda x: x).trace(struct).jaxpr.in_avals
+    return aval.update(memory_space=jax.memory.Space.Host)
 
 
 def without_callbacks(jaxpr: Any) -> tuple[Any, dict[str, int]]:

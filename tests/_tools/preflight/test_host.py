@@ -12,7 +12,7 @@ import pytest
 import jaxmp
 from jaxmp._core.speed import Work
 from jaxmp._tools.preflight.hlo import read_hlo
-from jaxmp._tools.preflight.program import bytes_by_purpose
+from jaxmp._tools.preflight.program import bytes_by_purpose, traced_program
 from jaxmp._tools.preflight.report import PreflightReport
 from jaxmp._tools.preflight.result import Preflight
 from jaxmp._tools.speed.target import parse_target
@@ -74,6 +74,19 @@ def test_an_unknown_bandwidth_is_said():
 def test_arguments_of_the_host_are_not_among_those_of_the_device():
     x = jax.device_put(jnp.ones((64, 64)), jax.memory.Space.Host)
     assert bytes_by_purpose([x, jnp.ones(4)], [0], []) == {"other arguments": {"float32": 16}}
+
+
+def test_an_argument_is_traced_as_one_of_the_host():
+    x = jax.device_put(jnp.ones((64, 64)), jax.memory.Space.Host)
+    structs = x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    seen = []
+
+    def scaled(*args):
+        seen.extend(jax.typeof(arg).memory_space for arg in args)
+        return [2 * jax.device_put(arg, jax.memory.Space.Device) for arg in args]
+
+    traced_program(scaled, (*structs, jnp.ones(4)), "tpu")
+    assert seen == [jax.memory.Space.Host, jax.memory.Space.Host, jax.memory.Space.Device]
 
 
 @pytest.mark.slow
