@@ -92,11 +92,13 @@ def test_an_argument_is_traced_as_one_of_the_host():
 @pytest.mark.slow
 @of_each_compiler
 def test_a_state_on_the_host_is_compiled_for_there(target):
-    """Eight matrices: their moments move in turn, so that not all are on the device at once."""
-    params = {name: jnp.ones((1024, 1024)) for name in "abcdefgh"}
+    """Twelve matrices: their moments move in turn, so that not all are on the device at once."""
+    params = {name: jnp.ones((1024, 1024)) for name in "abcdefghijkl"}
 
     def peaks(memory):
-        tx = jaxmp.store_state(optax.adam(1e-3), "bfloat16", memory=memory)
+        tx = optax.adam(1e-3)
+        if memory is not None:
+            tx = jaxmp.store_state(tx, "float32", memory=memory)
         state = tx.init(params)
 
         def step(params, state, x):
@@ -110,10 +112,10 @@ def test_a_state_on_the_host_is_compiled_for_there(target):
             return optax.apply_updates(params, updates), state
 
         preflighted = jaxmp.preflight(step, target=target, donate_argnums=(0, 1))
-        return preflighted(params, state, jnp.ones((16, 1024))).policies[0]
+        return preflighted(params, state, jnp.ones((256, 1024))).policies[0]
 
     here, there = peaks(None), peaks("pinned_host")
-    moments = 8 * 2 * 2 * 2**20
+    moments = 12 * 2 * 4 * 2**20
     assert not here.host_bytes
     assert there.host_argument_bytes == there.host_aliased_bytes == moments
     assert there.host_bytes == moments
