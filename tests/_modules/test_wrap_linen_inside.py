@@ -608,9 +608,10 @@ def test_equal_layers_share_no_trace_that_was_marked_otherwise() -> None:
         (PolicyMap({"routed/router": F16}, default=BF16), None, jnp.float32, {low: 2, half: 1}),
     ]
     wrapped = [jaxmp.wrap(Routed(dtype), policy) for policy, _, dtype, _ in cases]
+    variables = variables_of(Routed(), X)
     for size in (2, 3, 2):
         for model, (policy, around, dtype, expected) in zip(wrapped, cases, strict=True):
-            variables, x = variables_of(Routed(dtype), X), jnp.ones((size, X.shape[-1]))
+            x = jnp.ones((size, X.shape[-1]))
             apply = model.apply if around is None else jaxmp.autocast(model.apply, around)
             got = contraction_dtypes(apply, variables, x)
             assert got == expected, (str(policy), around, dtype, size)
