@@ -65,15 +65,17 @@ def step(tx, params, state, x):
     return apply_gradients(tx, params, state, jax.grad(loss)(params, x))
 
 
+GRADIENTS = jax.jit(jax.grad(loss))
+
+
 def train(tx, params, steps=3):
     """Compiles the gradients by themselves: beside another update, XLA may sum their products in
     another order."""
     state = tx.init(params)
-    gradients = jax.jit(jax.grad(loss))
     update = jax.jit(functools.partial(apply_gradients, tx), donate_argnums=(0, 1))
     params = jax.tree.map(jnp.array, params)
     for _ in range(steps):
-        params, state = update(params, state, gradients(params, X))
+        params, state = update(params, state, GRADIENTS(params, X))
     return params, state
 
 
