@@ -38,6 +38,9 @@ class Config:
 # --- Linen ---------------------------------------------------------------------------------------
 
 
+Dense = functools.partial(nn.Dense, use_bias=False)  # less to trace
+
+
 class Block(nn.Module):
     config: Config
 
@@ -45,10 +48,10 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, _: Any = None) -> Any:
         dtype = self.config.dtype
         y = nn.LayerNorm(dtype=dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(1, dtype=dtype)(y)
+        x = x + nn.MultiHeadDotProductAttention(1, dtype=dtype, use_bias=False)(y)
         y = nn.LayerNorm(dtype=dtype)(x)
-        gate = nn.Dense(2, dtype=self.config.router or dtype, name="router")(y)
-        y = nn.Dense(8, dtype=dtype)(nn.gelu(nn.Dense(16, dtype=dtype)(y)))
+        gate = Dense(2, dtype=self.config.router or dtype, name="router")(y)
+        y = Dense(8, dtype=dtype)(nn.gelu(Dense(16, dtype=dtype)(y)))
         x = x + y * gate.max(-1, keepdims=True)
         return (x, None) if self.config.scanned else x
 
@@ -218,8 +221,8 @@ class Part(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = self.convert(self.dtype_mm) if self.convert else self.dtype_mm
         for _ in range(3):
-            x = nn.Dense(8, dtype=dtype)(x)
-        return nn.Dense(8)(x)
+            x = Dense(8, dtype=dtype)(x)
+        return Dense(8)(x)
 
 
 def with_default(default: Any) -> Any:
