@@ -108,7 +108,7 @@ def test_a_linen_module(layer, bits):
 
 
 @pytest.mark.parametrize("bits", WEIGHTS)
-@slow_when(lambda bits: bits not in WEIGHTS[:2])
+@slow_when(lambda bits: bits != WEIGHTS[0])  # by default, a function has rows
 def test_an_nnx_module(bits):
     trains = f"{LOW},weights={bits}"
     model, twin = Norm(), jaxmp.quantize(Norm(), trains)
