@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import random
 import shutil
@@ -59,7 +60,12 @@ def mutants() -> Iterator[Mutant]:
             yield from _in_file(path)
 
 
-def _in_file(path: Path) -> Iterator[Mutant]:
+@functools.cache
+def _in_file(path: Path) -> tuple[Mutant, ...]:
+    return tuple(_found_in(path))
+
+
+def _found_in(path: Path) -> Iterator[Mutant]:
     source = path.read_text()
     starts = [0]
     for line in source.splitlines(keepends=True):

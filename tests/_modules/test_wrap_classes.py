@@ -292,6 +292,8 @@ def local_linen() -> Any:
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_class_defined_in_a_function_can_be_collected(mapped: bool) -> None:
+    gc.freeze()  # else each collection goes through what the tests before this one hold
+
     def used() -> Any:
         model = local_linen()
         policy = jaxmp.PolicyMap({type(model): BF16}, default=BF16) if mapped else BF16

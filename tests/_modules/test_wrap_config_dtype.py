@@ -38,6 +38,9 @@ class Config:
 # --- Linen ---------------------------------------------------------------------------------------
 
 
+Dense = functools.partial(nn.Dense, use_bias=False)  # less to trace
+
+
 class Block(nn.Module):
     config: Config
 
@@ -45,10 +48,10 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, _: Any = None) -> Any:
         dtype = self.config.dtype
         y = nn.LayerNorm(dtype=dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(1, dtype=dtype)(y)
+        x = x + nn.MultiHeadDotProductAttention(1, dtype=dtype, use_bias=False)(y)
         y = nn.LayerNorm(dtype=dtype)(x)
-        gate = nn.Dense(2, dtype=self.config.router or dtype, name="router")(y)
-        y = nn.Dense(8, dtype=dtype)(nn.gelu(nn.Dense(16, dtype=dtype)(y)))
+        gate = Dense(2, dtype=self.config.router or dtype, name="router")(y)
+        y = Dense(8, dtype=dtype)(nn.gelu(Dense(16, dtype=dtype)(y)))
         x = x + y * gate.max(-1, keepdims=True)
         return (x, None) if self.config.scanned else x
 
@@ -89,7 +92,8 @@ def test_a_dtype_for_every_layer_says_nothing() -> None:
         (jnp.float32, True),
         (None, True),
     ]:
-        model, variables = LM(Config(dtype, scanned=scanned)), lm_variables(scanned=scanned)
+        model = LM(Config(dtype, layers=1, scanned=scanned))
+        variables = lm_variables(1, scanned)
         plain = contraction_dtypes(jaxmp.autocast(model.apply, BF16), variables, TOKENS)
         wrapped = contraction_dtypes(jaxmp.wrap(model, BF16).apply, variables, TOKENS)
         assert wrapped == plain, (dtype, scanned)
@@ -98,20 +102,22 @@ def test_a_dtype_for_every_layer_says_nothing() -> None:
 
 def test_float32_of_one_layer_is_meant_where_the_others_say_otherwise() -> None:
     """And is little: a warning would be an error."""
-    router = Config(None, router=jnp.float32)
+    router = Config(None, router=jnp.float32, layers=1)
+    two = dataclasses.replace(router, layers=2)
     over_one = PolicyMap({"block_0/router": BF16}, default=BF16)
     for config, policy, expected in [
-        (Config(jnp.float32, router=jnp.float32), BF16, {"bfloat16": 19}),
-        (router, BF16, {"float32": 2, "bfloat16": 17}),
+        (Config(jnp.float32, router=jnp.float32, layers=1), BF16, {"bfloat16": 10}),
+        (router, BF16, {"float32": 1, "bfloat16": 9}),
         (Config(None, router="float32", layers=1), BF16, {"float32": 1, "bfloat16": 9}),
         # They have the wrapped class and the parameter tree of the one before.
         (Config(None, layers=1), BF16, {"bfloat16": 10}),
         (Config(jnp.float32, layers=1), BF16, {"bfloat16": 10}),
         (Config(None, router="float32", layers=1), BF16, {"float32": 1, "bfloat16": 9}),
         (Config(jnp.bfloat16, head=jnp.float32), BF16, {"bfloat16": 18, "float32": 1}),
+        (two, BF16, {"float32": 2, "bfloat16": 17}),
         # A map goes before the layer's word, which goes before the default.
-        (router, EVERYWHERE, {"bfloat16": 19}),
-        (router, over_one, {"float32": 1, "bfloat16": 18}),
+        (router, EVERYWHERE, {"bfloat16": 10}),
+        (two, over_one, {"float32": 1, "bfloat16": 18}),
     ]:
         assert lm_counts(config, policy) == expected, (config, policy)
 
@@ -215,8 +221,8 @@ class Part(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = self.convert(self.dtype_mm) if self.convert else self.dtype_mm
         for _ in range(3):
-            x = nn.Dense(8, dtype=dtype)(x)
-        return nn.Dense(8)(x)
+            x = Dense(8, dtype=dtype)(x)
+        return Dense(8)(x)
 
 
 def with_default(default: Any) -> Any:

@@ -121,10 +121,35 @@ ROWS = [
 ]
 
 
+class Pair(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.down = nnx.Linear(16, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class Pairs(nnx.Module):
+    """Little but products."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Pair(rngs) for _ in range(3)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def test_patterns_and_classes():
+    model = nnx.eval_shape(lambda: Pairs(nnx.Rngs(0)))
     for overrides, default, forward in ROWS:
         policy = mapped(overrides, default)
-        got, backward = counts(abstract("listed"), uniform(4, WIDTH), policy)
+        got, backward = counts(model, uniform(4, WIDTH), policy)
         assert got == forward, policy
         # Each has two more in the backward pass, the first layer's input included.
         assert backward == {dtype: 3 * n for dtype, n in forward.items()}, policy

@@ -63,6 +63,9 @@ def step(tx, params, state, x):
     return optax.apply_updates(params, updates), state
 
 
+GRADIENTS = jax.jit(jax.grad(loss))
+
+
 def train(tx, params, steps=3):
     """Trains with programs of their own for gradients, updates and sums.
 
@@ -70,10 +73,9 @@ def train(tx, params, steps=3):
     The state is returned first: JAX would give its memory to updates of the same type.
     """
     state = tx.init(params)
-    gradients = jax.jit(jax.grad(loss))
     update = jax.jit(lambda *args: tx.update(*args)[::-1], donate_argnums=1)
     for _ in range(steps):
-        state, updates = update(gradients(params, X), state, params)
+        state, updates = update(GRADIENTS(params, X), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 

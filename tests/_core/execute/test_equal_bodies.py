@@ -208,9 +208,9 @@ class _Attending(nn.Module):
 def test_named_layers_that_are_alike_are_one_jaxpr() -> None:
     """From one residual sum to the next, nothing is named after the layer before."""
     tokens, found = gaussian(2, 16, 128), []
-    for count in (3, 5):
+    for count in (3, 4):
         model = nn.Sequential([nn.LayerNorm(), *(_Attending() for _ in range(count))])
-        variables = jax.jit(model.init)(jax.random.key(0), tokens)
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
         loss = jaxmp.autocast(lambda v, m=model: jnp.mean(m.apply(v, tokens) ** 2), RECOMPUTING)
         bodies = _rematted(jax.make_jaxpr(jax.grad(loss))(variables))
         assert len(bodies) >= 3 * count

@@ -76,7 +76,10 @@ def test_sizes_that_are_no_multiple_of_16_are_told(recipe):
 
 
 def test_where_it_is_emulated_audit_and_a_warning_say_so():
-    args = jax.eval_shape(lambda: (weights(), TOKENS))
+    def loss(p, x):
+        return jnp.mean((x @ p["up"] @ p["down"]) ** 2)
+
+    args = jax.eval_shape(lambda: (weights(), jnp.ones((64, 32))))
     for recipe, target, dtype, emulated in (
         ("nvfp4", "gpu-b200", "float4_e2m1fn", False),
         ("nvfp4", "gpu-b300", "float4_e2m1fn", False),
@@ -114,29 +117,31 @@ def test_eight_devices_round_as_one(recipe, split):
     spec = P("d", None) if split == "rows" else P(None, "d")
     p = jax.device_put(weights(), NamedSharding(mesh, spec))
     tokens = jax.device_put(TOKENS, NamedSharding(mesh, P("d")))
-    got, want = gradient(recipe)(p, tokens), gradient(recipe)(weights(), TOKENS)
+    grad = gradient(recipe)
+    got, want = grad(p, tokens), grad(weights(), TOKENS)
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@slow_when(lambda recipe: recipe == "mxfp4")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(recipe, tmp_path):
     """The random bits are of the gradients alone: a program that is traced anew has the same."""
     tx = optax.adam(1e-2)
 
-    def train(p, state, steps):
-        grad = gradient(recipe)
-        for _ in range(steps):
+    def train(grad, p, state):
+        for _ in range(2):
             updates, state = tx.update(grad(p, TOKENS), state, p)
             p = optax.apply_updates(p, updates)
         return p, state
 
-    begun = train(jax.device_put(weights()), tx.init(weights()), 2)
+    first = gradient(recipe)
+    begun = train(first, jax.device_put(weights()), tx.init(weights()))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "run", begun)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: begun))
-    assert_same(train(*restored, 2), train(jax.device_put(weights()), tx.init(weights()), 4))
+    assert_same(train(gradient(recipe), *restored), train(first, *begun))
 
 
 @slow_when(lambda recipe: recipe == "mxfp4")
@@ -163,7 +168,7 @@ def test_rematerialized_and_scanned_layers_round_as_others(recipe):
         return lambda x, p: jax.lax.scan(each, x, p)[0]
 
     r = np.random.default_rng(0)
-    p, x = np.float32(r.normal(size=(3, 32, 32)) / 5), np.float32(r.normal(size=(64, 32)))
+    p, x = np.float32(r.normal(size=(2, 32, 32)) / 5), np.float32(r.normal(size=(64, 32)))
     p = jnp.asarray(p)
     want = gradient(looped(layer))(p, x)
     again = jax.checkpoint(layer)
@@ -196,12 +201,13 @@ def test_a_linen_model_learns_and_switches_its_forward_pass_to_16_bits():
 
         return step, of
 
-    four, in_four = step_of("nvfp4")
+    four, _ = step_of("nvfp4")
     last, in_sixteen = step_of("bf16:e2m1:e2m1@nv")
-    first, state = float(in_four(variables)), tx.init(variables)
+    state, losses = tx.init(variables), []
     for step in [four] * 40 + [last] * 20:
-        variables, state, _ = step(variables, state)
-    assert float(in_sixteen(variables)) < 0.5 * first
+        variables, state, value = step(variables, state)
+        losses.append(float(value))
+    assert float(in_sixteen(variables)) < 0.5 * losses[0]
     plain = jnp.mean((jaxmp.wrap(Model(), "mixed_bfloat16").apply(variables, x) - y) ** 2)
     np.testing.assert_array_equal(in_sixteen(variables), plain)
 

@@ -59,6 +59,7 @@ class Nnx(nnx.Module):
         return self.down(nnx.gelu(self.up(x)))
 
 
+@functools.cache
 def function():
     keys = jax.random.split(jax.random.key(0))
     params = {
@@ -73,6 +74,7 @@ def function():
     return model, params
 
 
+@functools.cache
 def linen(scan=False, remat=False):
     model = Linen(scan, remat)
     return model.apply, model.init(jax.random.key(0), X)
@@ -93,6 +95,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids="-".join)
+@slow_when(lambda kind, fmt: kind != "function" and fmt in FORMATS[3:])  # rows and blocks as others
 @slow_when(lambda kind: kind in ("linen", "scan"))  # less of the same
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_trained_is_what_is_served(kind, fmt):

@@ -180,7 +180,7 @@ def test_no_change_pays_is_printed_with_the_reason():
 
 def test_costs_are_operations_by_their_bits_or_seconds_on_a_chip():
     def product(rows: int, n_in: int, n_out: int) -> Any:
-        x, w = jnp.ones((rows, n_in)), jnp.ones((n_in, n_out))
+        x, w = jax.eval_shape(lambda: (jnp.ones((rows, n_in)), jnp.ones((n_in, n_out))))
         [found] = products(jax.make_jaxpr(jnp.matmul)(x, w))
         return found._replace(times=3)
 
@@ -269,19 +269,19 @@ def answered(
 
 
 def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
-    names = [f"h_{i}/{name}" for i in range(100) for name in ("up", "gate", "down")] + ["head"]
+    names = [f"h_{i}/{name}" for i in range(30) for name in ("up", "gate", "down")] + ["head"]
 
     def answer(kept: set[str]) -> jaxmp.PolicyMap:
         found = answered(names, lambda i, name: 1.0 * (name in kept), 0.0).policy
         assert eval(repr(found), {"PolicyMap": jaxmp.PolicyMap}) == found, "it can be pasted"
         return found
 
-    ups = {f"h_{i}/up" for i in range(100)}
+    ups = {f"h_{i}/up" for i in range(30)}
     assert answer(ups) == jaxmp.PolicyMap({"h_*/up": "float32"}, default=BF16)
     assert answer(ups | {"head"}) == jaxmp.PolicyMap(
         {"h_*/up": "float32", "head": "float32"}, default=BF16
     )
-    assert len(answer(ups - {"h_7/up"}).overrides) == 99
+    assert len(answer(ups - {"h_7/up"}).overrides) == 29
     text = str(answered(names, lambda i, name: 1e-3 * (i % 3), 0.05))
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 120
