@@ -55,7 +55,7 @@ def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs:
     leaves, tree = jax.tree.flatten((args, kwargs))
     try:
         given = tree, tuple(map(_plain, leaves))
-        # Of a function, which may be made for each call: its code. Methods share that of Flax.
+        # Of a function, which may be made for each call: its code. Methods share Flax's.
         name = getattr(method, "__name__", None), getattr(method, "__code__", None)
         kind = (name, self.is_initializing(), self.path, _plain(self), given)
         hash(kind)
@@ -222,7 +222,7 @@ class Interceptor:
         return out
 
     def _place_of(self, module: nn.Module) -> Names | None:
-        """Returns the path to put before that of a module: of the unbound one it is, or is in."""
+        """Returns the path to put before a module's own: of the unbound one it is, or is in."""
         if module.path or not self._holders or self.overrides.is_single:
             return self._applied
         _, root = self._holders[0]

@@ -1,4 +1,4 @@
-"""An optimizer's state in the memory of the host, of which a few arrays at a time are moved."""
+"""An optimizer's state in the memory of the host, moved a few arrays at a time."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class _Program:
     """A traced update, run equation by equation in the order in which results are asked for."""
 
     def __init__(self, jaxpr: Any, consts: list[Any], arrays: list[Any], given: int) -> None:
-        """Starts with operands, of which the first `given` are computed before anything moves."""
+        """Starts with operands; the first `given` are computed before anything moves."""
         self.eqns, self.arrays = jaxpr.eqns, dict(zip(jaxpr.constvars, consts, strict=True))
         self.arrays |= zip(jaxpr.invars, arrays, strict=True)
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}

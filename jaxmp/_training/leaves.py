@@ -78,7 +78,7 @@ def first_key(key: ArrayLike) -> jax.Array:
 
 
 def next_key(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits a state's key into that of the next state, of the same kind, and a typed one to use.
+    """Splits a state's key into the next state's, of the same kind, and a typed one to use.
 
     A state that an earlier version of jaxmp made has a typed key, and keeps it.
     """

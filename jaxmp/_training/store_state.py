@@ -166,7 +166,7 @@ def store_state(
 
     Returns:
       A transformation whose state is a `StoredState`: `state.to_float32()` is the state of `inner`,
-      `state.from_float32(inner_state)` puts one in. With float32, its state is that of `inner`.
+      `state.from_float32(inner_state)` puts one in. With float32, its state is `inner`'s.
 
     Raises:
       TypeError: If `inner` is not an optax transformation, or from `update`, if the state is not a

@@ -78,7 +78,7 @@ class EagerPrograms:
 
         Args:
           traced: the trace of the call.
-          called: what its plan depends on, besides its trace.
+          called: what its plan depends on, apart from its trace.
         """
         arrays = (*traced.arrays, *compat.closed(traced.jaxpr).consts)
         if not evaluates_now() or any(map(is_tracer, arrays)) or any(map(setting, _LOOKS_AT_EACH)):

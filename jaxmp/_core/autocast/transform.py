@@ -375,7 +375,7 @@ def run_program(
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
-        # This makes its gradient weakly typed, as that of the program as written is.
+        # This makes its gradient weakly typed, as in the program as written.
         array = with_weak_type(array, weak=False)
         if plan.rules.governs(var):
             # An argument is kept finite, as a literal is; a computed value is not.

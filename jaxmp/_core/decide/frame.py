@@ -39,7 +39,7 @@ class Decision(NamedTuple):
       why: the reason for these.
       dtype: the dtype its operands are read in; None for float32.
       kept: the dtype its results are kept in; None for float32.
-      provenance: that of its results; by default, that of its operands.
+      provenance: of its results; by default, of its operands.
       pinned: why contractions of its results stay float32, if they do.
       dtypes: the dtype of each operand, if not of all alike; None for no cast, if not governed.
       outs: how each result is kept, if not as its operands and the above say.

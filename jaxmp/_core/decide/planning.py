@@ -54,7 +54,7 @@ class Planning:
 
     @property
     def another(self) -> Callable[..., Self]:
-        """Makes a planner with the same passes and plans of jits, of which it keeps nothing else.
+        """Makes a planner with the same passes and plans of jits, and nothing else of it.
 
         JAX's caches keep rules that call it.
         """

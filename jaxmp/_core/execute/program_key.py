@@ -102,7 +102,7 @@ class _Hashed:
 
 
 class _Identity:
-    """The key of an array, which cannot change: equal to that of the same array, while it lives."""
+    """The key of an array, which cannot change: equal for the same array, while it lives."""
 
     def __init__(self, array: Any) -> None:
         self._id, self._array = id(array), weakref.ref(array)

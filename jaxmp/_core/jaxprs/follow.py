@@ -53,7 +53,7 @@ class Follower(Generic[F]):
         return self.nothing
 
     def operand(self, _at: Place, _var: Any, fact: F) -> F:
-        """Returns the fact of an operand of the jaxpr at a place, given that of what it is."""
+        """Returns the fact of an operand of the jaxpr at a place, given the fact of its value."""
         return fact
 
     def inners(self, eqn: JaxprEqn) -> tuple[Inner, ...]:

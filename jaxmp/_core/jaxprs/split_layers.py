@@ -179,7 +179,7 @@ def _split(eqn: JaxprEqn, path: str) -> JaxprEqn:
         in_order = [outs for _, outs in sorted(stacked.items())]
         return [*carry, *(lax.concatenate(parts, 0) for parts in zip(*in_order, strict=True))]
 
-    def layers(*operands: Any) -> list[Any]:  # its name is that of the call, which has no source
+    def layers(*operands: Any) -> list[Any]:  # the call is named after it, and has no source
         with compat.source_of(eqn):
             return scans(*operands)
 

@@ -284,7 +284,7 @@ def _stored_product(
 
 
 def _saving_stored(product: Callable[..., Any], tangent: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a product of which the backward pass saves the weight as it is stored.
+    """Returns a product whose weight is saved for the backward pass as it is stored.
 
     Args:
       product: a function of an array, of what else it reads, and last a weight's values and scale.

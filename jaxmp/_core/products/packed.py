@@ -75,7 +75,7 @@ def float32_scales(scales: Any) -> np.ndarray[Any, Any]:
 
 
 def wanted_counts(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of blocks along each axis, of which the last may be short.
+    """Returns the number of blocks along each axis; the last one may be short.
 
     Example:
       >>> wanted_counts((4, 576, 7168), (1, 128, 128))

@@ -195,5 +195,5 @@ def _cut(x: Any, shape: Sequence[int]) -> Any:
 
 
 def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Returns the sizes of so many blocks along each axis, of which the last may be shorter."""
+    """Returns the sizes of so many blocks along each axis; the last one may be shorter."""
     return tuple(-(-size // max(count, 1)) for size, count in zip(shape, counts, strict=True))

@@ -124,7 +124,7 @@ class PolicyRules:
                 )
 
     def __call__(self, path: Path) -> WeightFormat | None:
-        """Returns the format of a leaf: that of the innermost module that a key matches."""
+        """Returns the format of a leaf, by the innermost module that a key matches."""
         return self._policy(path).weights  # type: ignore[no-any-return]
 
     def activations(self, path: Path) -> Format | None:

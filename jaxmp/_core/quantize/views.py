@@ -18,7 +18,7 @@ _AS_IT_IS = flagged(Flag.IDENTITY)
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A weight, moved: its axes are cut into pieces, of which each axis of the view has some.
+    """A weight, moved: its axes are cut into pieces, and each axis of the view has some of them.
 
     Attributes:
       weight: the number of the weight.
@@ -90,14 +90,14 @@ class View:
             dim: list[tuple[int, int]] = []
             while size > 1:
                 i, n = left.pop(0)
-                common = min(n, size)
-                if n % common or size % common:
+                shared = min(n, size)
+                if n % shared or size % shared:
                     return None
                 dim.append((i, len(cuts.setdefault(i, []))))
-                cuts[i].append(common)
-                size //= common
-                if n > common:
-                    left.insert(0, (i, n // common))
+                cuts[i].append(shared)
+                size //= shared
+                if n > shared:
+                    left.insert(0, (i, n // shared))
             dims.append(dim)
         return self._cut(cuts, dims)
 

@@ -121,7 +121,7 @@ def step_time(chip: Chip, work: Work) -> StepTime | None:
 
 
 def _has_rate(chip: Chip, dtype: str) -> bool:
-    """Returns whether the rate of a dtype is known, or that of the dtype it is converted to.
+    """Returns whether the rate of a dtype, or of the dtype it is converted to, is known.
 
     It is not for float64, nor where float32 is multiplied without matrix units, as on a T4.
     """

@@ -153,7 +153,7 @@ class LockFollower(Follower[LockValue]):
             out = LockValue(max(stage, FORWARD), module, fixed=fixed)
         if last:
             self._visit(Seen(at, ins, stage, module))
-        # Looks into the jaxpr of a kernel, which has products, but not into that of a scatter,
+        # Looks into the jaxpr of a kernel, which has products, but not of a scatter,
         # which adds two numbers.
         for jaxpr in jaxprs_run(eqn) if contracts(eqn) and name not in LOW else ():
             given = [LockValue(stage)] * len(closed(jaxpr).jaxpr.invars)

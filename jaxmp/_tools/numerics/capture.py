@@ -354,7 +354,7 @@ def capture(
         operands, to measure their rounding errors.
       limit: the bytes that the program may return along with its results. If values are large, a
         higher limit compiles faster.
-      progress: called with a line of text before each slow step, the last of which says how much
+      progress: called with a line of text before each slow step, and the last one says how much
         is measured. By default, lines are printed if stderr is a terminal, from the first second
         on.
 

@@ -109,7 +109,7 @@ def _draw_ranges(ax: Any, limits: tuple[int, int]) -> None:
 def _counted(sites: Iterable[Measured]) -> tuple[Any, float, int]:
     """Returns the number of magnitudes in each octave, the share of zeros, and the number of sites.
 
-    Each site is weighted by the size of its array, of which only a sample was counted.
+    Each site is weighted by the size of its array, though only a sample was counted.
     """
     counts = np.zeros(OCTAVES)
     zeros = sampled = 0.0

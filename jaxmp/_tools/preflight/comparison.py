@@ -1,4 +1,4 @@
-"""What `preflight` predicted beside what a device needed."""
+"""What `preflight` predicted, and what a device needed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
-# TPUs overlap one collective with several fusions, each of which repeats it; one starts it. The
+# TPUs overlap one collective with several fusions, which all repeat it; one starts it. The
 # channel does not identify it: shard_map gives all its collectives the same one.
 _REPEATED = '"async_collective_fusion_config"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'

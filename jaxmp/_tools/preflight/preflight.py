@@ -30,7 +30,7 @@ from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
-# By compiler: JAX's plugins, any of which will do, and how to install one.
+# By compiler: JAX's plugins (any will do), and how to install one.
 _GPU_PLUGINS = {
     "cuda": (
         ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_plugins.xla_cuda13"),

@@ -88,7 +88,7 @@ class PreflightReport(screen.Report):
         stats: Mapping[str, int] | None = None,
         seconds: float | None = None,
     ) -> Comparison:
-        """Compares what was predicted with the same step on the device at hand.
+        """Compares what was predicted with the same step on this machine's device.
 
         Args:
           compiled: the step, compiled: ``jax.jit(step, donate_argnums=…).lower(*args).compile()``.
@@ -322,7 +322,7 @@ def _on_host(report: PreflightReport, result: Preflight) -> str:
         return f"the bandwidth between {chip} and its host is not published; measure a step."
     if step is None:
         return "whether the moves from and to the host hide behind the step is unknown."
-    beside = f"{seconds(crossing)} of moves from and to the host, beside {seconds(step.seconds)}"
+    both = f"{seconds(crossing)} of moves from and to the host, beside {seconds(step.seconds)}"
     if crossing > step.seconds:
-        return f"{beside} of the step, do not hide behind it."
-    return f"{beside} of the step, can hide behind it."
+        return f"{both} of the step, do not hide behind it."
+    return f"{both} of the step, can hide behind it."

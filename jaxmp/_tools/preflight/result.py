@@ -27,7 +27,7 @@ class Preflight:
       code_bytes: of the compiled program itself, which is in the device's memory too.
       aliased_bytes: of results that reuse the buffers of donated arguments.
       host_argument_bytes, host_output_bytes, host_temporary_bytes, host_aliased_bytes: the same in
-        the memory of the host, of which the peak has none.
+        the memory of the host. The peak has none of it.
       required_bytes: the peak, where the compiler refuses a program that does not fit (TPU). It
         reports nothing else of such a program, so that all other figures are zero.
       available_bytes: the memory that the compiler then leaves to programs, which is a little less

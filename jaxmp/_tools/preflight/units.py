@@ -6,7 +6,7 @@ from jaxmp._tools import screen
 
 
 def gib(size: float) -> str:
-    """Formats bytes, in a unit of which there is at least half of one."""
+    """Formats bytes, in the largest unit that makes at least a half."""
     if size >= 2**29:
         return f"{size / 2**30:.2f} GiB"
     if size >= 2**19:

@@ -96,7 +96,7 @@ class Tuned(Report):
 
     Attributes:
       budget: the largest 1 - cosine of the gradients that is allowed.
-      max_ratio: the largest ratio of it to that of the candidates of more bits that is allowed.
+      max_ratio: the largest ratio of it to the candidates' of more bits that is allowed.
     """
 
     budget: float

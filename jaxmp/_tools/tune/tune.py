@@ -94,7 +94,7 @@ def tune(
     of them, those of 8: a step is taken if it saves at least 2.5 % of the cost, as 5 % of the FLOPs
     do in half the bits, within the budget and within `max_ratio` times the error so far. Where one
     is not taken, the result prints "no change pays" and why. So give the policy that you have as a
-    candidate, besides cheaper ones.
+    candidate, next to cheaper ones.
 
     Args:
       loss_fn: from params and a batch to the loss, or to it and something else; float32 throughout,

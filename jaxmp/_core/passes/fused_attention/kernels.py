@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
       name: its name in messages.
       platform: JAX's name of the platform that it is compiled for.
       run: computes attention from a `KernelCall`, queries, keys, values, and a bias and a mask,
-        either of which may be None.
+        each may be None.
     """
 
     name: str
