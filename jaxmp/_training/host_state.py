@@ -31,10 +31,11 @@ def in_memory(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the large arrays of a transformation's state in a memory; with None, where they are.
 
-    The state has the same structure and the same bits. In a compiled step an array is moved to the
-    device when the update of its parameter is computed, after all gradients, and back before the
-    one after the next is moved: what is on the device at one time is a few arrays. That order is
-    given by barriers, and by a loop around the update (`_once`).
+    The state has the same structure, and an update the same bits; its sum with the parameters is
+    rounded once more than where XLA fuses both. In a compiled step an array is moved to the device
+    when the update of its parameter is computed, after all gradients, and back before the one after
+    the next is moved: what is on the device at one time is a few arrays. That order is given by
+    barriers, and by a loop around the update (`_once`).
 
     Raises:
       ValueError: If the memory is neither None nor "pinned_host".
