@@ -130,16 +130,17 @@ class Overrides:
           path: the path; None if it is not known.
           cls: the class.
         """
-        full = None if path is None else (*(self.part.path if self.part else ()), *path)
-        return self.map.policy_at(full, cls)
+        return self.map.policy_at(None if path is None else self.full_path(path), cls)
+
+    def full_path(self, path: Sequence[str]) -> tuple[str, ...]:
+        """Returns the path in the user's map of what is at a path from here."""
+        return (*(self.part.path if self.part else ()), *path)
 
     def key_of(self, module: ModuleInfo) -> str:
         """Returns the key that a module's policy comes from, as a message shows it; or nothing."""
         if module.policy is None:
             return ""
-        path = (
-            None if module.path is None else (*(self.part.path if self.part else ()), *module.path)
-        )
+        path = None if module.path is None else self.full_path(module.path)
         keys = (key for key, _ in self.map.overrides if key_matches(key, path, module.cls))
         return next((key if isinstance(key, str) else key.__name__ for key in keys), "")
 
@@ -147,7 +148,7 @@ class Overrides:
         self, path: Sequence[str], cls: type
     ) -> contextlib.AbstractContextManager[None] | None:
         """Returns a context that marks layers with policies of their own at a path; or None."""
-        full = (*(self.part.path if self.part else ()), *path)
+        full = self.full_path(path)
         found = self.map.layer_policies_at(full, cls)
         scan = "/".join(full) if self.map.has_layers(full) else ""
         return layers_region(scan, found) if scan or found else None

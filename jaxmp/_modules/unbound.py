@@ -96,7 +96,7 @@ def warn_of_unknown(
 
 def _key_around(overrides: Overrides, path: Names) -> str | None:
     """Returns the pattern for a path from here, or for those around, if it changes policies."""
-    full = (*(overrides.part.path if overrides.part else ()), *path)
+    full = overrides.full_path(path)
     for end in (full[:i] for i in range(len(full), 0, -1)):
         for key, policy in overrides.map.overrides:
             if isinstance(key, str) and key_matches(key, end):
