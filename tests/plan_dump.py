@@ -35,7 +35,7 @@ from numeric_kit import PROGRAMS, Plain, inputs
 from public_models import BUILDERS, REQUIRES, build
 
 import jaxmp
-from jaxmp._core.autocast.transform import plan_program, trace_program
+from jaxmp._core.autocast.program import plan_program, trace_program
 from jaxmp._core.jaxprs.compat import dtype_of
 from jaxmp._core.plan.parameters import by_position
 from jaxmp._core.plan.plan import Plan, Step

@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._core.autocast.transform import is_identity
 from jaxmp._core.jaxprs.source import level_of_user
 from jaxmp._core.plan.flops import kept_by_layers
 from jaxmp._core.plan.plan import Plan
 from jaxmp._core.plan.regions import layers_region
-from jaxmp._core.plan.rules import governed
+from jaxmp._core.plan.rules import governed, is_identity
 from jaxmp._core.policy_keys import key_matches, ranged, shadowed
 from jaxmp._core.printable import printable
 from jaxmp._core.weight_format import WeightFormat

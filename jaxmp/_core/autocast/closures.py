@@ -22,11 +22,11 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core.autocast.coverage_warnings import warn_closing
 from jaxmp._core.execute.annotations import keeps
 from jaxmp._core.execute.environment import cast
-from jaxmp._core.execute.execute import CustomCall, execute
+from jaxmp._core.execute.execute import CustomCall, Execute, execute
 from jaxmp._core.jaxprs.attributes import is_inexact
 from jaxmp._core.jaxprs.dataflow import Inside, forward
 from jaxmp._core.jaxprs.higher_order import inside
-from jaxmp._core.passes.derivatives import ClosedOverError, Execute, Pattern, call_of, trace_rule
+from jaxmp._core.passes.derivative_rules import ClosedOverError, Pattern, call_of, trace_rule
 from jaxmp._core.plan.plan import Plan, Step
 from jaxmp._core.plan.provenance import PARAMETER
 from jaxmp._core.plan.rules import runs_as_written

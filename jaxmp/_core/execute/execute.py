@@ -28,6 +28,8 @@ from jaxmp._core.plan.plan import Op, OperandCast, Plan, Segment, Step
 from jaxmp._core.plan.rules import FLOAT16
 from jaxmp.checkpoint_policies import OFFLOADED, long_products, offload_long_products
 
+Execute = Callable[[Plan, Sequence[Any]], list[Any]]
+
 
 def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[Any]:
     """Runs a planned jaxpr.

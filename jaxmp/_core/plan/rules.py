@@ -138,6 +138,14 @@ def rules_for(policy: Policy) -> Rules:
 
 
 @functools.lru_cache(maxsize=256)
+def is_identity(policy: Policy) -> bool:
+    """Returns whether a policy changes nothing: one wide dtype, no few bits, JAX's residuals."""
+    if policy.matmul is not None or policy.weights is not None or policy.residuals != "save":
+        return False
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    return all(np.dtype(d) == governed(policy) for d in dtypes)
+
+
 def changed(rules: Rules, **fields: Any) -> Rules:
     """Returns the rules with some fields replaced."""
     return dataclasses.replace(rules, **fields)

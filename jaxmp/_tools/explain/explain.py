@@ -18,8 +18,8 @@ import numpy as np
 from jaxmp._core.autocast import closures
 from jaxmp._core.autocast.coverage_warnings import overruled
 from jaxmp._core.autocast.nnx_calls import on_scoped_copies
+from jaxmp._core.autocast.program import plan_program, run_program, trace_program
 from jaxmp._core.autocast.trained_weights import reading_as_stored
-from jaxmp._core.autocast.transform import is_identity, plan_program, run_program, trace_program
 from jaxmp._core.jaxprs.attributes import is_inexact
 from jaxmp._core.jaxprs.compat import dtype_of, variables
 from jaxmp._core.jaxprs.place import Place
@@ -32,7 +32,7 @@ from jaxmp._core.plan.parameters import Argnums, by_position, read_argnums
 from jaxmp._core.plan.plan import Plan, Step, Visit
 from jaxmp._core.plan.primitives import LOW
 from jaxmp._core.plan.regions import check_callable
-from jaxmp._core.plan.rules import FLOAT32, Rules, governed, region_rules
+from jaxmp._core.plan.rules import FLOAT32, Rules, governed, is_identity, region_rules
 from jaxmp._core.plan.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._core.policy_keys import key_matches
 from jaxmp._core.products.derivative import QuantizedDot

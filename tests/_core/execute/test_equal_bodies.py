@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._core.autocast.transform import plan_program
+from jaxmp._core.autocast.program import plan_program
 from jaxmp._core.decide import planner
 
 from constructs import BF16, assert_close

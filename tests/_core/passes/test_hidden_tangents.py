@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmp._core.passes.derivatives import hidden_tangents
+from jaxmp._core.passes.derivative_rules import hidden_tangents
 from jaxmp._core.plan.rules import rules_for
 from jaxmp.policy import get_policy
 
