@@ -177,7 +177,7 @@ def test_float32_is_the_identity_unless_it_recomputes():
 # What it does.
 
 
-@slow_when(lambda name: name not in ("layers", "loop", "own_rule", "sharded"))
+@slow_when(lambda name: name not in ("layers", "loop", "own_rule"))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_those_of_saving(name):
     fns = [autocast(PROGRAMS[name], policy) for policy in (AGAIN_POLICY, SAVE)]
