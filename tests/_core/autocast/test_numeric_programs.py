@@ -55,6 +55,7 @@ OTHER_FAMILIES = {
 
 # These take some seconds each.
 LONG = {
+    "deep_kernel_of_a_network",
     "euler_from_a_computed_start",
     "ensemble_of_streams_on_shared_data",
     "frames_updated_by_a_layer",
@@ -159,7 +160,7 @@ def test_products_by_hand_are_low_and_gradients_are_not(dtype: str) -> None:
 
 
 def test_carries_by_hand_keep_their_dtype_or_are_widened() -> None:
-    hand, x = Hand("bfloat16"), jnp.eye(4)
+    hand, x = Hand("bfloat16"), jax.device_put(np.eye(4, dtype=np.float32))
     low = hand.mm(x, x)
     assert hand.fori(3, lambda i, c: hand.mm(c, x), low).dtype == "bfloat16"
     assert hand.fori(3, lambda i, c: c + x, low).dtype == "float32"

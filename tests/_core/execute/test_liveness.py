@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
+from linen_models import variables_of
 from support import gaussian, slow_when
 
-DEPTH = 12
+DEPTH = 8
 X = gaussian(0, 64, 48)
 
 
@@ -78,7 +79,7 @@ def test_an_eager_call_keeps_no_more_than_flax(around: Any, policy: str) -> None
         return jax.pure_callback(counted, kind, x, vmap_method="expand_dims")
 
     model = MLP(spy)
-    variables = model.init(jax.random.key(1), X)
+    variables = variables_of(model, X)
 
     def most(fn: Callable[..., Any]) -> int:
         counts.clear()

@@ -149,15 +149,19 @@ def test_a_region_offloads_alone():
     assert host == {"bfloat16": 2 * 32 * 24}, "what the product of the region reads"
 
 
-def test_vmap_and_forward_mode_are_those_of_recompute():
+TRANSFORMS = {
+    "vmap of grad": lambda fn: jax.vmap(jax.grad(fn), (None, 0)),
+    "grad of vmap": lambda fn: jax.grad(lambda w, xs: jax.vmap(fn, (None, 0))(w, xs).sum()),
+    "jvp": lambda fn: lambda w, xs: jax.jvp(lambda w: jax.grad(fn)(w, xs[0]), (w,), (w,)),
+}
+
+
+@slow_when(lambda transform: transform == "grad of vmap")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_vmap_and_forward_mode_are_those_of_recompute(transform):
     xs = np.stack([X, 2 * np.asarray(X)])
-    for transform in (
-        lambda fn: jax.vmap(jax.grad(fn), (None, 0)),
-        lambda fn: jax.grad(lambda w, xs: jax.vmap(fn, (None, 0))(w, xs).sum()),
-        lambda fn: lambda w, xs: jax.jvp(lambda w: jax.grad(fn)(w, xs[0]), (w,), (w,)),
-    ):
-        fns = [transform(autocast(layers, p)) for p in (RECOMPUTE, OFFLOAD)]
-        assert_same(*exactly(lambda *args, fns=fns: [fn(*args) for fn in fns])(W, xs))
+    fns = [TRANSFORMS[transform](autocast(layers, p)) for p in (RECOMPUTE, OFFLOAD)]
+    assert_same(*exactly(lambda *args: [fn(*args) for fn in fns])(W, xs))
 
 
 def test_a_gradient_of_a_gradient_is_refused_by_jax():
