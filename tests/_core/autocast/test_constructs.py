@@ -43,6 +43,7 @@ from support import (
     autocast,
     contraction_dtypes,
     explain,
+    float16_is_slow,
     slow_when,
 )
 
@@ -290,13 +291,14 @@ def test_around_autocast(name: str) -> None:
     assert_close(got, want, dtype="bfloat16", depth=6)
 
 
-def test_every_contraction_is_low_with_transformations_around_and_inside() -> None:
+@float16_is_slow
+@policies
+def test_every_contraction_is_low_with_transformations_around_and_inside(policy: str) -> None:
     for name, around in AROUND.items():
-        for policy in (BF16, F16):
-            fn = around(autocast(mlp, policy, data=0))
-            assert_low(fn, (X, W, V), COMPUTE[policy])
+        fn = around(autocast(mlp, policy, data=0))
+        assert_low(fn, (X, W, V), COMPUTE[policy])
         if name != "eval_shape_then_call":
-            fn = autocast(around(mlp), BF16, data=0)
+            fn = autocast(around(mlp), policy, data=0)
             # The product of a Jacobian's basis, which is made of literals; one example's outer one.
             by_law = int(name in ("jacfwd", "vmap_of_grad"))
             assert contraction_dtypes(fn, X, W, V)["float32"] == by_law, name

@@ -68,7 +68,8 @@ COMPILER_OPTIONS = {
 # Its numbers are looked at by default: batch statistics.
 COMPILED = {"nnx_cnn"}
 
-# Gemma's layers are those of the configured one, and it is slow to build.
+# Gemma is slow to build; its soft caps and its grouped queries are in `test_attention`, its places
+# are of the numeric programs.
 pytestmark = slow_when(lambda name: name not in REPRESENTATIVE - {"gemma"})
 TOGETHER = "name"  # tests/conftest.py: one model's tests share what they compile
 
