@@ -39,8 +39,8 @@ HALF_FAMILIES = {
     "statistics added and removed",
 }
 
-# By default seen in bfloat16: each runs otherwise. Of all programs the plan is compared by default
-# (`test_plans`).
+# By default seen in bfloat16: each runs otherwise. The plan of a program of each family is compared
+# by default (`test_plans`).
 OTHER_FAMILIES = {
     "distances",
     "graphs",

@@ -126,7 +126,7 @@ def test_an_nnx_model_trains_the_same_under_a_switch_of_flax():
     def losses():
         net = jaxmp.wrap(Net(nnx.Rngs(0)), "mixed_float16")
         optimizer = nnx.Optimizer(
-            net, jaxmp.loss_scale_for("mixed_float16", optax.sgd(1e-1)), wrt=nnx.Param
+            net, jaxmp.loss_scale_for("mixed_float16", optax.sgd(1e-1, momentum=0.9)), wrt=nnx.Param
         )
 
         @nnx.jit
