@@ -89,6 +89,7 @@ def test_explain_and_audit_name_the_modules(wrapped: bool) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, net, before))
 
 
+@pytest.mark.slow
 def test_diagnose_names_the_module() -> None:
     net = made()
     net.blocks[1].up.kernel[...] *= 1e6

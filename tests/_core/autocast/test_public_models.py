@@ -65,9 +65,6 @@ COMPILER_OPTIONS = {
 }
 
 
-# Its numbers are looked at by default: batch statistics.
-COMPILED = {"nnx_cnn"}
-
 # Gemma is slow to build; its soft caps and its grouped queries are in `test_attention`, its places
 # are of the numeric programs.
 pytestmark = slow_when(lambda name: name not in REPRESENTATIVE - {"gemma"})
@@ -149,7 +146,7 @@ def _contraction_floor(name: str) -> float:
     return _relative(errors, reference.gradients)
 
 
-@slow_when(lambda name: name not in COMPILED)
+@pytest.mark.slow
 def test_model_is_sound_in_float32(name: str) -> None:
     """What the other tests compare with: finite, float32, and gradients that are not zero."""
     model = _build(name)
@@ -228,7 +225,7 @@ def _bound(ratios: dict[str, float], name: str) -> float:
     return HEADROOM * ratios[name] if name in ratios else TARGET
 
 
-@slow_when(lambda name: name not in COMPILED)
+@pytest.mark.slow
 def test_bfloat16_gradients_are_near_the_input_floor(name: str) -> None:
     _build(name)
     floor, error = _reference(name).input_floor, _bfloat16_error(name)

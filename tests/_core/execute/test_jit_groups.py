@@ -68,7 +68,7 @@ POLICIES = (
 )
 
 
-@slow_when(lambda name, policy: policy != "mixed_bfloat16" or name == "cnn")
+@slow_when(lambda name, policy: policy != "mixed_bfloat16" or name not in PROGRAMS)
 @pytest.mark.filterwarnings("ignore:autocast. float8 products")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [*PROGRAMS, "lm", "cnn"])

@@ -85,6 +85,7 @@ class Decoder(nnx.Module):
         return self.embed.attend(x + self.down(nnx.gelu(self.up(self.norm(x)))))
 
 
+@pytest.mark.slow
 def test_a_decoder_of_nnx_has_the_same_bits():
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
     params = jax.tree.map(lambda x: gaussian(2, *x.shape, scale=1 / 4), shapes)
