@@ -59,10 +59,7 @@ def _unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @slow_when(lambda around, policy: policy != "mixed_bfloat16" or around in (_vmapped, _sharded))
-@pytest.mark.parametrize(
-    "around",
-    [_at_once, _vmapped, _in_a_rule, _unrolled, _sharded],
-)
+@pytest.mark.parametrize("around", [_at_once, _vmapped, _in_a_rule, _unrolled, _sharded])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16,saturate=true", "mixed_int8"])
 def test_an_eager_call_keeps_no_more_than_flax(around: Any, policy: str) -> None:
     counts: list[int] = []
