@@ -35,8 +35,8 @@ COMPARED = [
 ]
 
 
-# lm_scan is lm with its layers in a scan; of convolutions, the small net says it.
-@slow_when(lambda model: model in ("lm", "lm_post", "cnn"))
+# Of the others, the table says by default what is kept.
+@slow_when(lambda model: model != "mlp")
 @pytest.mark.parametrize(("model", "policy", "float32_softmax"), COMPARED)
 def test_the_backward_pass_keeps_no_more_than_hand_written(
     model: str, policy: str, float32_softmax: bool
@@ -48,6 +48,7 @@ def test_the_backward_pass_keeps_no_more_than_hand_written(
     assert residual_mib(ours, *shapes) <= residual_mib(hand, *shapes)
 
 
+@pytest.mark.slow  # by default, the table says what it keeps
 def test_the_backward_pass_of_a_small_convolutional_net_keeps_no_more() -> None:
     case = CASES["cnn"]
     shapes = case.shapes(small=True)
@@ -67,7 +68,8 @@ def test_every_contraction_is_low_forward_and_backward(model: str) -> None:
     assert counts.total() == plain.total()
 
 
-@pytest.mark.parametrize("model", ["lm_scan", pytest.param("cnn", marks=pytest.mark.slow)])
+@slow_when(lambda model: model != "mlp")
+@pytest.mark.parametrize("model", ["lm_scan", "cnn", "mlp"])
 def test_a_wrapped_module_costs_what_autocast_of_its_apply_does(model: str) -> None:
     case = CASES[model]
     shapes = case.shapes(small=True)
@@ -96,6 +98,7 @@ def test_in_the_table_every_contraction_is_low() -> None:
 
 @slow_when(lambda model: model not in ("lm_scan", "cnn", "mlp"))
 @slow_when(lambda model, policy: model == "cnn" and "residuals" in policy)
+@slow_when(lambda model, policy: model == "lm_scan" and ("float8" in policy or "softmax" in policy))
 @pytest.mark.parametrize(("model", "policy"), ROWS)
 def test_the_figures_are_those_of_the_table(model: str, policy: str) -> None:
     """Contractions by dtype, casts and what is kept: none moves by accident."""

@@ -23,7 +23,8 @@ from jaxmp._core.autocast.eager import EagerPrograms
 from jaxmp._core.execute.program_key import _Identity
 
 from constructs import BF16, F16, V, W, X, assert_bitwise, data_mesh
-from support import autocast, case
+from linen_models import variables_of
+from support import autocast, case, float16_is_slow, ones, slow_when
 
 
 @jax.custom_vjp
@@ -75,7 +76,7 @@ class Layers(nnx.Module):
 
 def of_linen(module):
     model = jaxmp.wrap(module, BF16)
-    variables = jax.jit(model.init)(jax.random.key(0), X)
+    variables = variables_of(module, X)
     return lambda: model.apply(variables, X)
 
 
@@ -120,6 +121,7 @@ def gradient(fn):
 EAGER = eager_calls()
 
 
+@slow_when(lambda name: name in ("language model", "convolutions", "gradient of remat"))
 @pytest.mark.parametrize("name", EAGER)
 def test_an_eager_call_compiles_nothing_after_the_first(name: str, compiled: list[str]) -> None:
     """A program with a rule of its own was planned again: nn.relu was compiled at each call."""
@@ -161,6 +163,7 @@ def as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     return found
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 def test_it_is_what_jit_computes(policy: str, as_one: list[bool]) -> None:
     """To the bit. Step by step a value is rounded to 16 bits where XLA keeps it in float32."""
@@ -189,15 +192,15 @@ def test_each_program_of_a_function_is_planned_once(planned: list[int]) -> None:
     fast = autocast(lambda w, x, scale=1.0: {"y": jnp.tanh(x @ w["w"]) * scale}, BF16)
     for _ in range(2):  # the second time, all were seen before
         for i in range(2):
-            fast({"w": W}, X + i)
-            fast({"w": W}, X[:2])
+            fast({"w": W}, np.asarray(X) + i)
+            fast({"w": W}, np.asarray(X)[:2])
             fast({"w": W}, X, scale=2.0)
         assert len(planned) == 3
-    fast({"w": W}, X.astype(jnp.bfloat16))
+    fast({"w": W}, np.asarray(X).astype(jnp.bfloat16))
     assert len(planned) == 4
     gradient = jax.value_and_grad(autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), BF16))
     for i in range(2):
-        gradient(W, X * i)
+        gradient(W, np.asarray(X) * i)
     assert len(planned) == 5
 
 
@@ -241,7 +244,7 @@ def test_eager_calls_keep_nothing(name: str) -> None:
 
 def test_no_array_is_kept() -> None:
     """Arguments, and what a function closes over."""
-    table, w, x = TABLE + 1, W + 1, X + 1
+    table, w, x = (jax.device_put(np.asarray(a) + 1) for a in (TABLE, W, X))
     fast = autocast(lambda w, x: (x @ w) * table, BF16)
     fast(w, x)
     held = [weakref.ref(array) for array in (table, w, x)]
@@ -254,17 +257,17 @@ def test_a_constant_is_compared_by_what_it_is_now(as_one: list[bool]) -> None:
     """An array by identity, of one that is gone as well; a NumPy array by its contents."""
     box = [None]
     fast = autocast(lambda x: (x @ x) * box[0], BF16)
-    ones = jnp.ones((8, 8))
+    ones = np.ones((8, 8), np.float32)
     for number in range(2):
-        box[0] = jnp.full(8, float(number))
-        assert float(fast(ones)[0, 0]) == 8 * number
+        box[0] = jax.device_put(np.full(8, number, np.float32))
+        assert np.asarray(fast(ones))[0, 0] == 8 * number
     box[0] = table = np.ones(8, np.float32)
     for number in range(2):
         table[:] = number
-        assert float(fast(ones)[0, 0]) == 8 * number
+        assert np.asarray(fast(ones))[0, 0] == 8 * number
     assert as_one == [True] * 4
     large = autocast(lambda x: x @ np.ones((8, 40_000), np.float32), BF16)
-    assert float(large(ones)[0, 0]) == 8
+    assert np.asarray(large(ones))[0, 0] == 8
     assert not as_one[-1]
 
 
@@ -272,7 +275,7 @@ def test_planning_of_constants_is_by_their_values(planned: list[int]) -> None:
     """A number above 8 is not narrowed as a summand; one below it is."""
     box = [None]
     fast = autocast(lambda w, x: (x @ w + box[0]) @ w, BF16)
-    arrays = [jnp.full(8, size) for size in (1.0, 300.0)]
+    arrays = [jax.device_put(np.full(8, size, np.float32)) for size in (1, 300)]
     for box[0] in arrays * 2:
         fast(W, X)
     assert len(planned) == 2
@@ -284,7 +287,7 @@ def test_planning_of_constants_is_by_their_values(planned: list[int]) -> None:
 
 def test_an_array_that_is_gone_is_equal_to_none() -> None:
     """Another one may be at its place in memory."""
-    array = X + 1
+    array = jax.device_put(np.asarray(X) + 1)
     key, same = _Identity(array), _Identity(array)
     assert key == same
     assert key != _Identity(X)
@@ -314,7 +317,7 @@ def test_equal_programs_with_other_derivative_rules() -> None:
             gradient(fast), slope[0] * gradient(lambda w, x: fast(w, x) / 1.0) / slope[0]
         )
         np.testing.assert_allclose(
-            gradient(fast), slope[0] * jnp.sum(X, 0)[:, None] * jnp.ones(8), rtol=2e-2, atol=1e-2
+            gradient(fast), slope[0] * np.sum(X, 0)[:, None] * np.ones(8), rtol=2e-2, atol=1e-2
         )
 
 
@@ -332,12 +335,12 @@ def test_transformations_around_it_trace(as_one: list[bool]) -> None:
 @pytest.mark.parametrize("setting", ["debug_nans", "debug_infs", "disable_jit", "checking_leaks"])
 def test_settings_that_look_at_each_operation(setting: str, as_one: list[bool]) -> None:
     fast = autocast(lambda w, x: jnp.where(x > 0, x @ w, jnp.log(x - 10)) * 0, BF16)
-    positive = jnp.abs(X) + 20
+    positive = np.abs(X) + 20
     with getattr(jax, setting)(True) if setting != "checking_leaks" else jax.checking_leaks():
         fast(W, positive)
         if setting == "debug_nans":
             with pytest.raises(FloatingPointError, match="log"):
-                fast(W, jnp.abs(X) + 1)
+                fast(W, np.abs(X) + 1)
     assert as_one
     assert not any(as_one)
 
@@ -353,7 +356,7 @@ def test_transfer_guard() -> None:
 
 def test_references_and_effects_run_step_by_step(as_one: list[bool]) -> None:
     seen = []
-    ref = jax.new_ref(jnp.ones(8))
+    ref = jax.new_ref(ones(8))
 
     def inner(w, x):
         inside = jax.new_ref(x)
@@ -381,9 +384,9 @@ def test_references_and_effects_run_step_by_step(as_one: list[bool]) -> None:
                 got = fast(W, X)
             np.testing.assert_allclose(got, fn(W, X), rtol=3e-2, atol=3e-2)
             assert as_one == [False, False]
-    ref[...] = jnp.zeros(8)
+    ref[...] = np.zeros(8, np.float32)
     fast = autocast(programs["closed over"], BF16)
-    assert not fast(W, X).any()
+    assert not np.any(fast(W, X))
     jax.effects_barrier()
     assert len(seen) == 3
 
@@ -411,7 +414,7 @@ def test_devices(as_one: list[bool]) -> None:
         assert out.committed
     assert not one(W, X).committed
     rows = NamedSharding(data_mesh(), P("d"))
-    many = jnp.ones((8, 8))
+    many = ones(8, 8)
     out = one(W, jax.device_put(many, rows))
     assert out.sharding.is_equivalent_to(rows, 2)
     assert all(as_one[3:])
@@ -426,9 +429,9 @@ def test_types_of_results_and_arguments(as_one: list[bool]) -> None:
         return {"y": x @ w + noise, "w": w, "key": key, "n": n, "weak": n * 2, "table": TABLE}
 
     fast = autocast(fn, BF16)
-    weak = jnp.asarray(3.0) * 1
+    weak = jnp.asarray(3.0)
     numbers = jax.jit(lambda: 3)()
-    deleted = X + 0
+    deleted = jax.device_put(np.asarray(X) + 0)
     deleted.delete()
     for _ in range(2):
         got, want = fast(W, np.asarray(X), key, numbers, deleted), fn(W, X, key, numbers, X)
@@ -446,7 +449,7 @@ def test_types_of_results_and_arguments(as_one: list[bool]) -> None:
 def test_donated_arguments_of_a_jit_inside() -> None:
     inner = jax.jit(lambda x: x + 1, donate_argnums=0)
     fast = autocast(lambda w, x: inner(x @ w), BF16)
-    x = X + 0
+    x = jax.device_put(np.asarray(X) + 0)
     for _ in range(3):
         fast(W, x)
     assert not x.is_deleted()
@@ -456,26 +459,26 @@ def test_donated_arguments_of_a_jit_inside() -> None:
 def test_numbers_that_change_at_each_call(compiled: list[str], as_one: list[bool]) -> None:
     """A function whose programs are never called again is not compiled again and again."""
     fast = autocast(lambda w, x, step: (x @ w) * step, BF16)
-    for step in range(8):
+    for step in range(6):
         fast(W, X, float(step) + 0.5)
-    assert as_one == [True] * 4 + [False] * 4
-    fast(W, X, 7.5)  # once more
+    assert as_one == [True] * 4 + [False] * 2
+    fast(W, X, 5.5)  # once more
     compiled.clear()
-    fast(W, X, 7.5)
+    fast(W, X, 5.5)
     assert as_one[-2:] == [True, True]
     assert not compiled
 
 
 def test_threads() -> None:
     fast = autocast(lambda w, x, n: jnp.tanh(x @ w) * n, BF16)
-    want = {n: jax.jit(lambda w, x, n=n: fast(w, x, n))(W, X) for n in range(1, 5)}
+    want = {n: jax.jit(lambda w, x, n=n: fast(w, x, n))(W, X) for n in range(1, 3)}
     right, start = [], threading.Barrier(8)
 
     def work(n):
         start.wait()
-        right.extend(jnp.array_equal(fast(W, X, n), want[n]) for _ in range(10))
+        right.extend(np.array_equal(fast(W, X, n), want[n]) for _ in range(10))
 
-    threads = [threading.Thread(target=work, args=(1 + i % 4,)) for i in range(8)]
+    threads = [threading.Thread(target=work, args=(1 + i % 2,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import plan_dump
@@ -29,21 +31,42 @@ def test_plans_are_of_the_corpus() -> None:
     assert all(set(plans) == {*policies_of(name)} for name, plans in WRITTEN.items())
 
 
-def _rarely_alone(name: str, policy: str) -> bool:
-    """Whether a plan is another's but for a dtype, so that it rarely changes alone."""
+# Plans that are compared by default: of a numeric program of each family but the long ones, and of
+# constructs under every kind of policy.
+LONG = {"ensemble_of_streams_on_shared_data", "stream_of_fifty_layers_from_data"}
+OF_EACH_FAMILY = {
+    program.family: name for name, program in reversed(PROGRAMS.items()) if name not in LONG
+}.values()
+OF_EACH_KIND = {
+    *("attention", "scan", "while_loop", "cond", "remat_in_scan", "custom_vjp_in_scan"),
+    *("jit_nested", "grad_of_scan_inside", "shard_map_collectives"),
+}
+
+
+def _by_default(name: str, policy: str) -> bool:
     kind, _, program = name.partition("/")
-    if kind == "construct":
-        low_softmax = "softmax" in policy and program != "attention"
-        return low_softmax or policy in ("mixed_float16", "bfloat16")
-    return policy == "mixed_float16" and PROGRAMS[program].family not in RANGES
+    if kind == "numeric":
+        ranges = PROGRAMS[program].family in RANGES
+        return program in OF_EACH_FAMILY and (policy != "mixed_float16" or ranges)
+    # Another's but for a dtype, so that it rarely changes alone.
+    low_softmax = "softmax" in policy and program != "attention"
+    if low_softmax or policy in ("mixed_float16", "bfloat16"):
+        return False
+    return policy == "mixed_bfloat16" or program in OF_EACH_KIND
 
 
-@pytest.mark.parametrize("often", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CORPUS)
-def test_plans_are_what_they_were(name: str, often: bool) -> None:
-    for policy in policies_of(name):
-        if _rarely_alone(name, policy) == often:
-            continue
+def _cases() -> Iterator[Any]:
+    for name in CORPUS:
+        often = [policy for policy in policies_of(name) if _by_default(name, policy)]
+        if often:
+            yield pytest.param(name, often, id=name)
+        if rarely := [policy for policy in policies_of(name) if policy not in often]:
+            yield pytest.param(name, rarely, id=f"{name}-rarely", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "policies"), [*_cases()])
+def test_plans_are_what_they_were(name: str, policies: list[str]) -> None:
+    for policy in policies:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _, *plan = plan_dump.text_of(name, CORPUS[name], policy).splitlines()

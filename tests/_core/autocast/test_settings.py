@@ -20,7 +20,8 @@ import jaxmp
 from jaxmp._core.jaxprs.compat import cached_trace, trace
 from jaxmp._core.jaxprs.float32_dot import dot_in_float32
 
-from support import contractions, gaussian, slow_when
+from linen_models import variables_of
+from support import contractions, gaussian, ones, slow_when
 
 X = gaussian(0, 4, 8, 16)
 POLICIES = ("mixed_bfloat16", "mixed_float16,residuals=recompute", "mixed_float8")
@@ -66,7 +67,7 @@ class Model(nn.Module):
 def training(policy):
     """A step, which returns a state and the loss before it, and its first state."""
     model = jaxmp.wrap(Model(), policy)
-    params = jax.jit(model.init)(jax.random.key(1), X)["params"]
+    params = variables_of(Model(), X)["params"]
     tx = jaxmp.loss_scale_for(policy, optax.sgd(1e-2))
 
     def step(state, x):
@@ -85,6 +86,7 @@ def program(policy, switched):
         return re.sub(" at 0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda *a: step(*a))(state, X)))
 
 
+@slow_when(lambda policy: policy == POLICIES[1])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_training_step_is_traced_the_same_under_a_switch_of_jax(policy):
     usual = program(policy, contextlib.nullcontext())
@@ -124,7 +126,7 @@ def test_an_nnx_model_trains_the_same_under_a_switch_of_flax():
     def losses():
         net = jaxmp.wrap(Net(nnx.Rngs(0)), "mixed_float16")
         optimizer = nnx.Optimizer(
-            net, jaxmp.loss_scale_for("mixed_float16", optax.adam(1e-2)), wrt=nnx.Param
+            net, jaxmp.loss_scale_for("mixed_float16", optax.sgd(1e-1, momentum=0.9)), wrt=nnx.Param
         )
 
         @nnx.jit
@@ -135,10 +137,10 @@ def test_an_nnx_model_trains_the_same_under_a_switch_of_flax():
             optimizer.update(net, grads)
             return loss
 
-        return [float(step(net, optimizer, X)) for _ in range(3)]
+        return [float(step(net, optimizer, X)) for _ in range(2)]
 
     want = losses()
-    assert want[2] < want[0]
+    assert want[1] < want[0]
     for name in ("nnx_graph_mode", "nnx_graph_updates"):
         with setting(name, False):
             assert losses() == want, name
@@ -162,6 +164,7 @@ def test_linen_returns_frozen_dictionaries_where_flax_is_told_to():
 
 
 @pytest.mark.filterwarnings("ignore:autocast. float8 products")
+@slow_when(lambda policy: policy not in ("mixed_bfloat16", "mixed_float8"))
 @pytest.mark.parametrize("policy", [*POLICIES, "mixed_bfloat16,reduce=bf16"])
 def test_gradients_without_jit(policy):
     """At once and operation by operation, also where a primitive of ours runs as a jit."""
@@ -169,14 +172,14 @@ def test_gradients_without_jit(policy):
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w) @ w.T)
 
-    w, x = jax.random.normal(jax.random.key(2), (16, 24)), X[0]
+    w, x = gaussian(2, 16, 24), np.asarray(X)[0]
     with jax.disable_jit():
         got = jax.grad(jaxmp.autocast(loss, policy))(w, x)
     np.testing.assert_array_equal(got, jax.grad(jaxmp.autocast(loss, policy))(w, x))
 
 
 def test_what_is_traced_once_is_traced_again_under_another_precision():
-    low = X[0].astype(jnp.bfloat16)
+    low = np.asarray(X)[0].astype(jnp.bfloat16)
 
     def highest():
         # A new function at each call: JAX keeps the jaxpr of one that it knows.
@@ -211,7 +214,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_trace_is_kept_from_one_setting_to_another(name):
     traced = cached_trace(lambda: _of_settings)
-    avals = [jax.typeof(jnp.ones((2, 2)))]
+    avals = [jax.typeof(ones(2, 2))]
 
     def program():
         try:
@@ -241,7 +244,7 @@ layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda kept, g: (g @ kept[1].T,
 @pytest.mark.parametrize("fn", [layer, jax.jit(layer), jax.checkpoint(layer)])
 def test_derivative_rules_are_planned_anew_under_another_precision(fn):
     grad = jax.grad(jaxmp.autocast(lambda w, x: jnp.sum(fn(x, w) @ w), "mixed_bfloat16"))
-    args = jnp.ones((16, 16)), X[0]
+    args = ones(16, 16), np.asarray(X)[0]
     default = contractions(grad, *args)
     with jax.default_matmul_precision("highest"):
         highest = contractions(grad, *args)
@@ -262,4 +265,4 @@ def test_debug_nans_names_what_made_one_in_the_backward_pass(transform, policy):
 
     cast = jaxmp.autocast(loss, policy)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"dot_general|mul"):
-        transform(jax.grad(cast))(jnp.ones((16, 16)), X[0])
+        transform(jax.grad(cast))(ones(16, 16), np.asarray(X)[0])

@@ -7,6 +7,8 @@ import pytest
 
 import jaxmp
 
+from linen_models import variables_of
+
 X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 BF16 = "mixed_bfloat16"
 
@@ -31,7 +33,7 @@ def test_a_scan_s_backward_products_are_not_taken_for_layers(matmul, by_path):
     policy = f"{BF16},matmul={matmul}"
     if by_path:  # the regions of modules inside the scan
         policy = jaxmp.PolicyMap({"**/up": policy, "**/down": policy}, default=BF16)
-    variables = Scanned().init(jax.random.key(0), X)
+    variables = variables_of(Scanned(), X)
     wrapped = jaxmp.wrap(Scanned(), policy)
     step = jax.grad(lambda v, x: (wrapped.apply(v, x) ** 2).sum())
     explained = jaxmp.explain(step)(variables, X)

@@ -34,7 +34,9 @@ def contraction(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def product(equation: str, *shapes: tuple[int, ...]) -> Made:
-    return lambda: contraction(lambda a, b: jnp.einsum(equation, a, b), *map(jnp.ones, shapes))
+    return lambda: contraction(
+        lambda a, b: jnp.einsum(equation, a, b), *(ones(*shape) for shape in shapes)
+    )
 
 
 def convolution(*kernel: int, groups: int = 1) -> Made:
@@ -45,7 +47,7 @@ def convolution(*kernel: int, groups: int = 1) -> Made:
         )
 
     features = kernel[-2] * groups
-    return lambda: contraction(fn, IMAGE[..., :features], jnp.ones(kernel))
+    return lambda: contraction(fn, np.asarray(IMAGE)[..., :features], ones(*kernel))
 
 
 LAYER = None
@@ -85,12 +87,12 @@ CONTRACTED: dict[str, tuple[Made, Why | None, int]] = {
     "depthwise": (convolution(3, 3, 1, 8, groups=8), LAYER, 9),
     "depthwise of points": (convolution(1, 1, 1, 8, groups=8), few(1), 1),
     "ragged": (
-        lambda: contraction(lax.ragged_dot, X, jnp.ones((2, 8, 3)), GROUPS),
+        lambda: contraction(lax.ragged_dot, X, ones(2, 8, 3), GROUPS),
         LAYER,
         8,
     ),
     "ragged, of few": (
-        lambda: contraction(lax.ragged_dot, X[:, :4], jnp.ones((2, 4, 3)), GROUPS),
+        lambda: contraction(lax.ragged_dot, np.asarray(X)[:, :4], ones(2, 4, 3), GROUPS),
         few(4),
         4,
     ),

@@ -65,8 +65,8 @@ def test_gradients_are_weakly_typed_as_written(x64: bool) -> None:
 
     with jax.enable_x64(x64):
         for t in (WEAK, 2.0, jnp.float32(2)):
-            got, want = jax.grad(jaxmp.autocast(loss, BF16))(t), jax.grad(loss)(t)
-            assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type)
+            got, want = (jax.eval_shape(jax.grad(f), t) for f in (jaxmp.autocast(loss, BF16), loss))
+            assert weak_types(got) == weak_types(want)
 
 
 def test_a_scale_does_not_promote_what_comes_after() -> None:
@@ -76,7 +76,7 @@ def test_a_scale_does_not_promote_what_comes_after() -> None:
 
 def test_transformations_of_weakly_typed_values() -> None:
     cast = jaxmp.autocast(FUNCTIONS["beside a product"], BF16)
-    (primal, *_), (tangent, *_) = jax.jvp(cast, (WEAK,), (jnp.ones_like(WEAK),))
+    (primal, *_), (tangent, *_) = jax.eval_shape(lambda t: jax.jvp(cast, (t,), (t,)), WEAK)
     assert primal.shape == tangent.shape == ()
-    assert jax.vmap(lambda _: cast(WEAK)[1])(jnp.arange(3)).shape == (3,)
-    assert jax.checkpoint(cast)(WEAK)[1].weak_type
+    assert jax.vmap(lambda _: cast(WEAK)[1])(np.arange(3)).shape == (3,)
+    assert jax.eval_shape(jax.checkpoint(cast), WEAK)[1].weak_type

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.autocast.program import plan_program
 from jaxmp._core.decide import planner
 
 from constructs import BF16, assert_close
+from linen_models import variables_of
 from support import autocast, contraction_dtypes, gaussian, iter_eqns, jaxpr_of, primitives
 
 X, W = gaussian(0, 4, 8), gaussian(1, 8, 8)
@@ -162,7 +164,7 @@ class _Model(nn.Module):
 
 def _model_loss(count: int, layer: Any) -> tuple[Callable[..., Any], Any]:
     model = _Model(count, layer)
-    variables = jax.jit(model.init)(jax.random.key(0), X)
+    variables = variables_of(model, X)
     return lambda variables, x: jnp.mean(model.apply(variables, x) ** 2), variables
 
 
@@ -208,7 +210,7 @@ class _Attending(nn.Module):
 def test_named_layers_that_are_alike_are_one_jaxpr() -> None:
     """From one residual sum to the next, nothing is named after the layer before."""
     tokens, found = gaussian(2, 16, 128), []
-    for count in (3, 4):
+    for count in (2, 3):
         model = nn.Sequential([nn.LayerNorm(), *(_Attending() for _ in range(count))])
         variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
         loss = jaxmp.autocast(lambda v, m=model: jnp.mean(m.apply(v, tokens) ** 2), RECOMPUTING)
@@ -248,11 +250,12 @@ def test_constants_tell_functions_apart() -> None:
         return [of(2.0), of(3.0), of(x[0, 0]), of(x[0, 1])]
 
     for each in (fn, closing):
-        want = each(X)
-        for got in (jaxmp.autocast(each, BF16)(X), jax.jit(jaxmp.autocast(each, RECOMPUTING))(X)):
+        want = reference(each)(X)
+        for policy in (BF16, RECOMPUTING):
+            got = reference(jaxmp.autocast(each, policy))(X)
             for a, b in zip(got, want, strict=True):
                 assert_close(a, b, dtype="bfloat16", depth=1)
-                assert (jnp.signbit(a) == jnp.signbit(b)).all()
+                assert (np.signbit(a) == np.signbit(b)).all()
 
 
 def test_lines_tell_functions_apart() -> None:
@@ -327,7 +330,7 @@ def test_nothing_is_held_of_a_trace() -> None:
     cast = jaxmp.autocast(lambda x: jnp.tanh(x @ W).sum(), RECOMPUTING)
     held = []
     for i in range(3):
-        array = X + i
+        array = jax.device_put(np.asarray(X) + i)
         held.append(weakref.ref(array))
         jax.grad(cast)(array)
         del array

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.execute import execute, jit_groups
@@ -67,7 +68,7 @@ POLICIES = (
 )
 
 
-@slow_when(lambda name, policy: policy != "mixed_bfloat16")
+@slow_when(lambda name, policy: policy != "mixed_bfloat16" or name not in PROGRAMS)
 @pytest.mark.filterwarnings("ignore:autocast. float8 products")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [*PROGRAMS, "lm", "cnn"])
@@ -93,9 +94,9 @@ def test_gradients_are_those_of_the_steps(name: str) -> None:
 
     together = autocast(fn, "mixed_bfloat16")
     apart = autocast(fn, "mixed_bfloat16", one_by_one)
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(X, X.T) for f in (together, apart))
+    got, want = (reference(jax.grad(f, (0, 1)))(X, np.asarray(X).T) for f in (together, apart))
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
 
 
 def grouped(fn: Any, *args: Any) -> list[int]:
@@ -146,7 +147,7 @@ def test_layers_are_one_function() -> None:
 
 def test_what_is_computed_at_once_is_computed_step_by_step() -> None:
     """A region in float32, called or differentiated without `jax.jit`: to the last bit."""
-    fn = jaxmp.autocast(jaxmp.full_precision(norm), "mixed_bfloat16", argnums=1)
-    assert jnp.array_equal(fn(X, X), norm(X, X))
-    got, want = (jax.grad(lambda x, f=f: f(x, X).sum())(X) for f in (fn, norm))
-    assert jnp.array_equal(got, want)
+    fn = jaxmp.autocast(jaxmp.full_precision(saturated), "mixed_bfloat16", argnums=1)
+    np.testing.assert_array_equal(fn(X, X), saturated(X, X))
+    got, want = (jax.grad(lambda x, f=f: f(x, X).sum())(X) for f in (fn, saturated))
+    np.testing.assert_array_equal(got, want)

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
+from linen_models import variables_of
 from support import gaussian, slow_when
 
-DEPTH = 12
+DEPTH = 8
 X = gaussian(0, 64, 48)
 
 
@@ -57,11 +58,8 @@ def _unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return loop
 
 
-@slow_when(lambda around, policy: policy != "mixed_bfloat16")
-@pytest.mark.parametrize(
-    "around",
-    [_at_once, _vmapped, _in_a_rule, _unrolled, pytest.param(_sharded, marks=pytest.mark.slow)],
-)
+@slow_when(lambda around, policy: policy != "mixed_bfloat16" or around in (_vmapped, _sharded))
+@pytest.mark.parametrize("around", [_at_once, _vmapped, _in_a_rule, _unrolled, _sharded])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16,saturate=true", "mixed_int8"])
 def test_an_eager_call_keeps_no_more_than_flax(around: Any, policy: str) -> None:
     counts: list[int] = []
@@ -78,7 +76,7 @@ def test_an_eager_call_keeps_no_more_than_flax(around: Any, policy: str) -> None
         return jax.pure_callback(counted, kind, x, vmap_method="expand_dims")
 
     model = MLP(spy)
-    variables = model.init(jax.random.key(1), X)
+    variables = variables_of(model, X)
 
     def most(fn: Callable[..., Any]) -> int:
         counts.clear()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy_reference import reference
 from observed import LARGEST, SUM, observe
 
 import jaxmp
@@ -136,7 +137,7 @@ def assert_same(got: Any, want: Any) -> None:
 @each
 def test_it_comes_out_and_nothing_else_changes(name: str) -> None:
     fn, want = EACH[name]
-    (out, extras), plain = jax.jit(lambda *args: (observe(fn)(*args), fn(*args)))(W, X)
+    (out, extras), plain = reference(lambda *args: (observe(fn)(*args), fn(*args)))(W, X)
     assert_found(extras, want)
     assert_same(out, plain)
 
@@ -146,7 +147,7 @@ def test_it_comes_out_under_grad_and_the_gradient_is_the_same(name: str) -> None
     fn, want = EACH[name]
     observed = jax.grad(with_extras(fn), argnums=(0, 1), has_aux=True)
     plainly = jax.grad(loss_of(fn), argnums=(0, 1))
-    (gradients, extras), plain = jax.jit(lambda *args: (observed(*args), plainly(*args)))(W, X)
+    (gradients, extras), plain = reference(lambda *args: (observed(*args), plainly(*args)))(W, X)
     assert_found(extras, want)
     assert_same(gradients, plain)
 
@@ -154,9 +155,9 @@ def test_it_comes_out_under_grad_and_the_gradient_is_the_same(name: str) -> None
 @each
 def test_it_comes_out_under_vmap_for_each_example(name: str) -> None:
     fn, _ = EACH[name]
-    batch = jnp.stack([X, -2 * X, 0.1 * X])
-    _, extras = jax.jit(jax.vmap(observe(fn), (None, 0)))(W, batch)
-    each_alone = jax.jit(observe(fn))
+    batch = np.stack([s * np.asarray(X) for s in np.float32([1, -2, 0.1])])
+    _, extras = reference(jax.vmap(observe(fn), (None, 0)))(W, batch)
+    each_alone = reference(observe(fn))
     for i, example in enumerate(batch):
         alone = each_alone(W, example)[1]
         assert alone.keys() == extras.keys()
@@ -166,9 +167,8 @@ def test_it_comes_out_under_vmap_for_each_example(name: str) -> None:
 
 def test_axes_say_what_was_stacked() -> None:
     for fn, axes in ((scanned, "scan"), (partial(scanned, reverse=True), "reversed scan")):
-        [extra] = observe(lambda w, x, fn=fn: lax.map(lambda x: fn(w, x), x[None]))(W, X)[
-            1
-        ].values()
+        run = observe(lambda w, x, fn=fn: lax.map(lambda x: fn(w, x), x[None]))
+        [extra] = reference(run)(W, X)[1].values()
         assert extra.axes == ("scan", axes)
         assert extra.value.shape == (1, 3)
 
@@ -186,9 +186,9 @@ def test_extra_results_have_no_tangents_whatever_gives_them() -> None:
         [y], extras = rebuild(eqn, [x], [doubled])
         return y, extras["it"].value
 
-    (_, value), (dy, tangent) = jax.jvp(run, (X,), (X,))
-    np.testing.assert_array_equal(value, 2 * X)
-    np.testing.assert_array_equal(tangent, 0 * X)
+    (_, value), (dy, tangent) = reference(lambda x: jax.jvp(run, (x,), (x,)))(X)
+    np.testing.assert_array_equal(value, 2 * np.asarray(X))
+    np.testing.assert_array_equal(tangent, 0 * np.asarray(X))
     assert np.any(dy)
 
 
@@ -219,20 +219,23 @@ def solve(x: np.ndarray, w: np.ndarray) -> tuple[list[float], list[float]]:
 def test_a_while_loop_joins_what_its_iterations_and_its_condition_give() -> None:
     body, test = solve(x, 1.5 * w)
     assert len(body) > 3
-    extras = jax.jit(observe(solved))(1.5 * W, X)[1]
+    scaled = np.float32(1.5) * np.asarray(W)
+    out, extras = reference(observe(solved))(scaled, X)
     assert_found(extras, {"while/0.dot_general": max(test), "while1/2.dot_general": max(body)})
-    assert_same(observe(solved)(1.5 * W, X)[0], solved(1.5 * W, X))
+    assert_same(out, reference(solved)(scaled, X))
 
 
 def test_a_while_loop_that_does_not_run_gives_the_neutral_value() -> None:
-    extras = observe(solved)(W, 1e6 * X)[1]
+    extras = reference(observe(solved))(W, np.float32(1e6) * np.asarray(X))[1]
     assert_found(extras, {"while/0.dot_general": 1e6 * ONCE, "while1/2.dot_general": 0.0})
 
 
 def test_each_example_of_a_batch_counts_its_own_iterations() -> None:
     count = {"dot_general": lambda x: Extra(jnp.int32(1), SUM)}
     scales = (0.01, 1.0, 1e6)
-    extras = jax.vmap(observe(solved, count), (None, 0))(3 * W, jnp.stack([s * X for s in scales]))
+    batch = np.stack([np.float32(s) * np.asarray(X) for s in scales])
+    run = jax.vmap(observe(solved, count), (None, 0))
+    extras = jax.jit(run)(3 * np.asarray(W), batch)
     runs = [len(solve(s * x, 3 * w)[1]) for s in scales]
     assert_found(
         extras[1],
@@ -262,8 +265,8 @@ def test_a_branch_without_it_gives_the_neutral_value() -> None:
     def fn(x):
         return lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
 
-    for value, want in ((X, np.sin(x).max(axis=1)), (-X, np.full(6, -np.inf))):
-        assert_found(jax.jit(observe(fn, probe))(value)[1], {"0.sin": want})
+    for value, want in ((X, np.sin(x).max(axis=1)), (-np.asarray(X), np.full(6, -np.inf))):
+        assert_found(reference(observe(fn, probe))(value)[1], {"0.sin": want})
 
 
 def test_branches_that_do_not_agree_are_refused() -> None:
@@ -307,7 +310,7 @@ def test_a_jit_keeps_its_name_its_shardings_and_what_it_donates() -> None:
         assert eqn.params["out_shardings"][0] == rows
     assert [len(eqn.outvars) for eqn in eqns] == [1, 2, 2]
     assert len(eqns[2].invars) == len(eqns[1].invars) + 1
-    assert_found(jax.jit(observe(fn))(W, X)[1], {"dot_general": 2 * ONCE})
+    assert_found(reference(observe(fn))(W, X)[1], {"dot_general": 2 * ONCE})
 
 
 def products(fn: Callable[..., Any], *args: Any) -> int:
@@ -348,8 +351,8 @@ def test_a_rule_that_is_told_what_is_differentiated_is_told_the_same() -> None:
     def fn(w):
         return picky(X, w)
 
-    gradient, extras = jax.grad(with_extras(fn), has_aux=True)(W)
-    assert_same(gradient, jax.grad(loss_of(fn))(W))
+    gradient, extras = reference(jax.grad(with_extras(fn), has_aux=True))(W)
+    assert_same(gradient, reference(jax.grad(loss_of(fn)))(W))
     assert_found(extras, {"dot_general": ONCE})
 
 
@@ -433,28 +436,30 @@ SITE = "0.custom_vjp_call/0.remat2/1.cond1/0.scan/0.dot_general"
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_it_comes_out_of_a_scan_in_a_cond_in_a_remat_in_a_custom_vjp(flag: bool) -> None:
-    flag, want = jnp.bool_(flag), layers(x, stack)[1] if flag else [0.0] * 3
-    out, extras = jax.jit(observe(nested))(X, STACK, flag)
+    flag, want = np.bool_(flag), layers(x, stack)[1] if flag else [0.0] * 3
+    out, extras = reference(observe(nested))(X, STACK, flag)
     assert list(extras) == [SITE]
     assert_found(extras, {SITE: want})
-    assert_same(out, jax.jit(nested)(X, STACK, flag))
-    gradients, extras = jax.jit(jax.grad(with_extras(nested), (0, 1), has_aux=True))(X, STACK, flag)
+    assert_same(out, reference(nested)(X, STACK, flag))
+    gradients, extras = reference(jax.grad(with_extras(nested), (0, 1), has_aux=True))(
+        X, STACK, flag
+    )
     assert_found(extras, {SITE: want})
-    assert_same(gradients, jax.jit(jax.grad(loss_of(nested), (0, 1)))(X, STACK, flag))
+    assert_same(gradients, reference(jax.grad(loss_of(nested), (0, 1)))(X, STACK, flag))
 
 
 def test_so_it_does_for_each_example_of_a_batch_under_grad() -> None:
-    batch = (jnp.stack([X, X, -3 * X]), STACK, jnp.array([True, False, True]))
+    batch = np.float32([1, 1, -3])[:, None, None] * np.asarray(X), STACK, np.array([1, 0, 1], bool)
     axes = (0, None, 0)
     want = [layers(x, stack)[1], [0.0] * 3, layers(-3 * x, stack)[1]]
-    assert_found(jax.jit(jax.vmap(observe(nested), axes))(*batch)[1], {SITE: want})
+    assert_found(reference(jax.vmap(observe(nested), axes))(*batch)[1], {SITE: want})
     run = jax.vmap(jax.grad(with_extras(nested), (0, 1), has_aux=True), axes)
-    gradients, extras = jax.jit(run)(*batch)
+    gradients, extras = reference(run)(*batch)
     assert_found(extras, {SITE: want})
     plain = jax.vmap(jax.grad(loss_of(nested), (0, 1)), axes)
-    assert_same(gradients, jax.jit(plain)(*batch))
+    assert_same(gradients, reference(plain)(*batch))
     # Of a batch seen as a whole, one value; a cond of several minds runs both of its branches.
-    extras = jax.jit(observe(jax.vmap(nested, axes)))(*batch)[1]
+    extras = reference(observe(jax.vmap(nested, axes)))(*batch)[1]
     assert_found(extras, {"scan/0.dot_general": np.maximum(want[0], want[2])})
 
 
@@ -468,7 +473,7 @@ def test_and_out_of_the_backward_pass_of_it() -> None:
         g = g @ w.T
         by_input.append(amax(g))
     plain = jax.grad(loss_of(nested), (0, 1))
-    gradients, extras = jax.jit(observe(plain))(X, STACK, jnp.bool_(True))
+    gradients, extras = reference(observe(plain))(X, STACK, np.bool_(True))
     forward = [e.value for e in extras.values() if e.axes == ("scan",)]
     backward = [e.value for e in extras.values() if e.axes == ("reversed scan",)]
     assert len(forward) + len(backward) == len(extras)
@@ -476,7 +481,7 @@ def test_and_out_of_the_backward_pass_of_it() -> None:
         np.testing.assert_allclose(value, seen, rtol=1e-5)
     for want in (by_input, by_weight):  # row i is the layer i that the forward pass ran
         assert any(np.allclose(value, want[::-1], rtol=1e-4) for value in backward)
-    assert_same(gradients, jax.jit(plain)(X, STACK, jnp.bool_(True)))
+    assert_same(gradients, reference(plain)(X, STACK, np.bool_(True)))
 
 
 def test_an_extra_operand_reaches_all_that_runs_inside() -> None:
@@ -492,24 +497,25 @@ def test_an_extra_operand_reaches_all_that_runs_inside() -> None:
             x = np.tanh(x @ w)
         return counts
 
-    limits = jnp.array([0.1, 0.5, 1.0])
-    _, extras = jax.jit(jax.vmap(counted, (0, None, None)))(limits, X, jnp.bool_(True))
-    assert_found(extras, {SITE: [by_hand(limit, x) for limit in np.asarray(limits)]})
+    limits = np.float32([0.1, 0.5, 1.0])
+    _, extras = reference(jax.vmap(counted, (0, None, None)))(limits, X, np.bool_(True))
+    assert_found(extras, {SITE: [by_hand(limit, x) for limit in limits]})
     assert extras[SITE].value.dtype == jnp.int32
 
     def loss(limit, x):
         out, extras = counted(limit, x, True)
         return loss_of(lambda: out)(), extras
 
-    gradients, extras = jax.grad(loss, (0, 1), has_aux=True)(limits[1], X)
+    gradients, extras = reference(jax.grad(loss, (0, 1), has_aux=True))(limits[1], X)
     assert gradients[0] == 0
-    assert_same(gradients[1], jax.grad(loss_of(nested))(X, STACK, True))
+    plain = reference(jax.grad(lambda x: loss_of(nested)(x, STACK, True)))(X)
+    assert_same(gradients[1], plain)
     assert_found(extras, {SITE: by_hand(0.5, x)})
 
 
 def test_a_program_under_autocast_is_seen_as_well() -> None:
     fast = jaxmp.autocast(lambda x, ws: nested(x, ws, jnp.bool_(True)), "mixed_bfloat16", (0, 1))
-    _, extras = jax.jit(jax.grad(with_extras(fast), has_aux=True))(X, STACK)
+    _, extras = reference(jax.grad(with_extras(fast), has_aux=True))(X, STACK)
     [extra] = extras.values()
     assert extra.value.dtype == jnp.bfloat16
     # Two roundings of the operands of each of three products, and one of each result.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.passes.softmax_vjp import fuse_softmax_vjp
@@ -170,7 +171,7 @@ WRITTEN: dict[str, Callable[..., Any]] = {
 def linen(dropout: float) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     layer = nn.MultiHeadDotProductAttention(HEADS, dropout_rate=dropout, deterministic=not dropout)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    params = layer.init(keys, INPUT)
+    params = jax.jit(layer.init)(keys, INPUT)
     mask = nn.make_causal_mask(INPUT[..., 0])
     return lambda p, x: layer.apply(p, x, mask=mask, rngs={"dropout": jax.random.key(2)}), (
         params,
@@ -179,8 +180,11 @@ def linen(dropout: float) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def nnx_layer() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    layer = nnx.MultiHeadAttention(HEADS, HEADS * WIDTH, decode=False, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(layer)
+    def layer() -> nnx.MultiHeadAttention:
+        return nnx.MultiHeadAttention(HEADS, HEADS * WIDTH, decode=False, rngs=nnx.Rngs(0))
+
+    graph, shapes = nnx.split(nnx.eval_shape(layer))
+    params = jax.tree.map(lambda x: gaussian(4, *x.shape, scale=1 / 8), shapes)
     return lambda p, x: nnx.merge(graph, p)(x), (params, INPUT)
 
 
@@ -200,6 +204,7 @@ def cases(names: Any) -> Any:
     return pytest.mark.parametrize("name", names)
 
 
+@functools.cache
 def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     fn, args = LIBRARIES[name]() if name in LIBRARIES else (WRITTEN[name], (Q, K, V))
 
@@ -217,20 +222,9 @@ def found(fn: Callable[..., Any], *args: Any, policy: str = BF16) -> int:
 
 def error(got: Any, want: Any) -> float:
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-    off = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
-    norm = sum(float(jnp.sum(b**2)) for _, b in pairs)
+    off = sum(float(np.sum((np.asarray(a) - b) ** 2)) for a, b in pairs)
+    norm = sum(float(np.sum(np.asarray(b) ** 2)) for _, b in pairs)
     return float(np.sqrt(off / norm)) if norm else float(off)
-
-
-def exact(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Run operation by operation: compiled as a whole, XLA leaves out what roundings it likes."""
-
-    def run(*args: Any) -> Any:
-        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        results = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), results)
-
-    return run
 
 
 @pytest.fixture
@@ -261,13 +255,12 @@ OF_EACH_KIND = (
 @cases([*WRITTEN, *LIBRARIES])
 def test_its_gradients_are_as_exact(name: str, without: Any) -> None:
     loss, args = program(name)
-    want = jax.jit(jax.grad(loss, tuple(range(len(args)))))(*args)
+    want = reference(jax.grad(loss, tuple(range(len(args)))))(*args)
     results = [
-        exact(jax.value_and_grad(fn, tuple(range(len(args)))))(*args)
+        reference(jax.value_and_grad(fn, tuple(range(len(args)))))(*args)
         for fn in (autocast(loss, BF16, data=0), without(loss, BF16))
     ]
-    if name != "scanned":  # compiled: XLA may leave out another rounding
-        assert results[0][0] == results[1][0]  # forward nothing changes
+    assert results[0][0] == results[1][0]  # forward nothing changes
     # The rounding of O is in rowsum(dO * O), and not in rowsum(dP * P), and felt in rows with few
     # places: over seeds and versions of JAX 1.03 to 1.13 without a mask, and 0.96 to 1.43 with one.
     assert error(results[0][1], want) <= 1.5 * error(results[1][1], want) < 0.02
@@ -366,18 +359,24 @@ def test_what_is_taken_away_by_element_is_part_of_the_scores() -> None:
         return jnp.sum(product(e / e.sum(-1, keepdims=True), v) ** 2)
 
     assert found(loss, Q, K, V) == 1
-    want = jax.jit(jax.grad(loss, (0, 1, 2)))(Q, K, V)
-    got = jax.jit(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(Q, K, V)
+    want = reference(jax.grad(loss, (0, 1, 2)))(Q, K, V)
+    got = reference(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(Q, K, V)
     assert error(got, want) < 0.02
+
+
+def cosines(x: jax.Array) -> jax.Array:
+    return jax.device_put(np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape))
 
 
 @cases(["biased", "of_weights"])
 def test_second_derivatives(name: str, without: Any) -> None:
     loss, args = program(name)
-    tangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), args)
+    tangents = jax.tree.map(cosines, args)
 
     def product_with_hessian(fn):
-        return exact(lambda *a: jax.jvp(jax.grad(fn, tuple(range(len(a)))), a, tangents)[1])(*args)
+        return reference(lambda *a: jax.jvp(jax.grad(fn, tuple(range(len(a)))), a, tangents)[1])(
+            *args
+        )
 
     want = product_with_hessian(loss)
     now = error(product_with_hessian(autocast(loss, BF16, data=0)), want)
@@ -389,27 +388,22 @@ def test_second_derivatives(name: str, without: Any) -> None:
 def test_forward_mode_is_the_transpose(name: str) -> None:
     loss, args = program(name)
     fast = autocast(loss, F16, data=0)
-    tangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), args)
-    _, forward = jax.jit(lambda *a: jax.jvp(fast, a, tangents))(*args)
-    grads = jax.jit(jax.grad(fast, tuple(range(len(args)))))(*args)
-    backward = sum(float(jnp.vdot(g, t)) for g, t in zip(grads, tangents, strict=True))
-    size = np.sqrt(
-        sum(
-            float(jnp.vdot(g, g)) * float(jnp.vdot(t, t))
-            for g, t in zip(grads, tangents, strict=True)
-        )
-    )
+    tangents = jax.tree.map(cosines, args)
+    _, forward = reference(lambda *a: jax.jvp(fast, a, tangents))(*args)
+    pairs = list(zip(reference(jax.grad(fast, (0, 1, 2)))(*args), tangents, strict=True))
+    backward = sum(float(np.vdot(g, t)) for g, t in pairs)
+    size = np.sqrt(sum(float(np.vdot(g, g)) * float(np.vdot(t, t)) for g, t in pairs))
     assert abs(float(forward) - backward) < 2e-3 * size
 
 
 def test_under_remat() -> None:
     loss, args = program("biased")
     fast = autocast(loss, BF16, data=0)
-    want = exact(jax.grad(fast, (0, 1, 2)))(*args)
+    want = reference(jax.grad(fast, (0, 1, 2)))(*args)
     for policy in ("dots_saveable", "nothing_saveable"):
         remat = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
         for fn in (remat(fast), jaxmp.autocast(remat(loss), BF16)):
-            assert error(exact(jax.grad(fn, (0, 1, 2)))(*args), want) < 1e-2
+            assert error(reference(jax.grad(fn, (0, 1, 2)))(*args), want) < 1e-2
 
 
 MASKS = {
@@ -431,12 +425,12 @@ def test_what_is_not_finite_is_so_without_it_too(name: str, policy: str, without
 
     assert found(loss, Q, K, V, policy=policy) == 1
     now, before = (
-        jax.jit(jax.value_and_grad(fn, (0, 1, 2)))(Q, K, V)
+        reference(jax.value_and_grad(fn, (0, 1, 2)))(Q, K, V)
         for fn in (autocast(loss, policy, data=0), without(loss, policy))
     )
     for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(before), strict=True):
-        assert bool(jnp.isfinite(a).all()) == bool(jnp.isfinite(b).all())
-    if bool(jnp.isfinite(now[0])) and name != "scores beyond float16":
+        assert np.isfinite(a).all() == np.isfinite(b).all()
+    if np.isfinite(now[0]) and name != "scores beyond float16":
         assert error(now, before) < 0.02
 
 
@@ -499,10 +493,10 @@ def test_in_a_derivative_rule_tangents_stay_linear() -> None:
     def loss(q, k, v):
         return jnp.sum(attend(q @ w, k @ w, v @ w) ** 2)
 
-    w = gaussian(4, WIDTH, WIDTH) / 4
-    args = Q[0, :, 0], K[0, :, 0], V[0, :, 0]
-    got = jax.jit(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(*args)
-    assert error(got, jax.jit(jax.grad(loss, (0, 1, 2)))(*args)) < 0.02
+    w = gaussian(4, WIDTH, WIDTH, scale=0.25)
+    args = tuple(np.asarray(x)[0, :, 0] for x in (Q, K, V))
+    got = reference(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(*args)
+    assert error(got, reference(jax.grad(loss, (0, 1, 2)))(*args)) < 0.02
 
 
 def test_no_examples() -> None:
@@ -526,7 +520,7 @@ def test_second_derivatives_in_a_loop() -> None:
         return 1e3 * jnp.mean(jax.lax.scan(layer, q, None, length=2)[0] ** 2)
 
     def product_with_hessian(fn):
-        return jax.jit(lambda *a: jax.jvp(jax.grad(fn, (0, 1, 2)), a, a)[1])(Q, K, V)
+        return reference(lambda *a: jax.jvp(jax.grad(fn, (0, 1, 2)), a, a)[1])(Q, K, V)
 
     got = product_with_hessian(autocast(loss, F16, data=0))
     assert error(got, product_with_hessian(loss)) < 0.02

@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy_reference import reference
 
 import jaxmp
+
+from support import gaussian, slow_when
 
 equinox = pytest.importorskip("equinox")
 
@@ -23,12 +26,9 @@ WIDTH = 8
 X = jax.device_put(np.linspace(-1.0, 1.0, 2 * WIDTH).reshape(2, WIDTH))
 
 
-def weights(key: int = 0) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(key), 2)
-    return {
-        "hidden": jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH,
-        "out": jax.random.normal(keys[1], (WIDTH, WIDTH)) / WIDTH,
-    }
+def weights() -> dict[str, Any]:
+    names = enumerate(("hidden", "out"))
+    return {name: gaussian(i, WIDTH, WIDTH, scale=1 / WIDTH) for i, name in names}
 
 
 def field(params: Any, x: Any) -> Any:
@@ -96,20 +96,27 @@ LOSSES = {
 }
 
 
+LOOPS = ("equinox, checkpointed loop", "jaxopt, descent")
+
+
+# That its rule is told what is perturbed, filter_custom_vjp says.
+@slow_when(lambda name: name == "equinox, checkpointed loop")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_float32_but_for_rounding(name: str) -> None:
     loss, params = LOSSES[name], weights()
-    want = jax.jit(jax.grad(loss))(params, X)
-    got = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_bfloat16")))(params, X)
+    fast = jaxmp.autocast(loss, "mixed_bfloat16")
+    # What equinox and jaxopt loop with is not in NumPy.
+    by = jax.jit if name in LOOPS else reference
+    got, want = by(lambda *args: [jax.grad(f)(*args) for f in (fast, loss)])(params, X)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for leaf, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert leaf.dtype == reference.dtype == jnp.float32
+    for leaf, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert leaf.dtype == exact.dtype == jnp.float32
         # Some ten roundings of relative size 2**-9. The descent subtracts its target from a
         # product that left in 16 bits, so what is left of it is less exact.
-        error = jnp.linalg.norm(leaf - reference) / jnp.linalg.norm(reference)
-        assert float(error) < (0.08 if "descent" in name else 0.02)
-        assert float(jnp.linalg.norm(reference)) > 0
+        error = np.linalg.norm(leaf - exact) / np.linalg.norm(exact)
+        assert error < (0.08 if "descent" in name else 0.02)
+        assert np.linalg.norm(exact) > 0
 
 
 def test_filter_grad_and_filter_jit_of_an_autocast() -> None:
@@ -122,7 +129,7 @@ def test_filter_grad_and_filter_jit_of_an_autocast() -> None:
     got = equinox.filter_jit(equinox.filter_grad(jaxmp.autocast(loss, "mixed_bfloat16")))(mlp, X)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.04
+        assert np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b) < 0.04
 
 
 @pytest.mark.slow

@@ -17,12 +17,13 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.plan.why import Residual
 from jaxmp.checkpoint_policies import long_products, products
 
-from support import autocast, explain, gaussian, iter_eqns, slow_when
+from support import autocast, explain, gaussian, iter_eqns, ones, slow_when
 
 SAVE, AGAIN_POLICY = "mixed_bfloat16", "mixed_bfloat16,residuals=recompute"
 ROWS, WIDTH = 32, 16
@@ -140,7 +141,7 @@ def remats(fn, *args) -> list[Any]:
 def assert_close(got, want, limit=1e-2):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype
-        assert jnp.linalg.norm(x - y) <= limit * jnp.linalg.norm(y)
+        assert np.linalg.norm(np.asarray(x) - y) <= limit * np.linalg.norm(y)
 
 
 # The policy.
@@ -176,11 +177,12 @@ def test_float32_is_the_identity_unless_it_recomputes():
 # What it does.
 
 
-@slow_when(lambda name: name not in ("layers", "loop", "own_rule", "sharded"))
+@slow_when(lambda name: name not in ("layers", "loop", "own_rule"))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_those_of_saving(name):
     fns = [autocast(PROGRAMS[name], policy) for policy in (AGAIN_POLICY, SAVE)]
-    assert_close(*exactly(lambda *a: [jax.value_and_grad(f, (0, 1))(*a) for f in fns])(W, X))
+    by = exactly if name in ("sharded", "effect") else reference
+    assert_close(*by(lambda *a: [jax.value_and_grad(f, (0, 1))(*a) for f in fns])(W, X))
 
 
 def test_less_is_kept():
@@ -280,11 +282,15 @@ def test_float16_with_a_loss_scale():
         def loss(params, x):
             return autocast(layers, policy)(params["w"], x)
 
-        params = {"w": W}
-        state = opt.init(params)
-        value, grads = exactly(jaxmp.value_and_grad(loss, state))(params, X)
-        updates, state = opt.update(grads, state, params)
-        assert state.finite
+        @reference
+        def run(params):
+            state = opt.init(params)
+            value, grads = jaxmp.value_and_grad(loss, state)(params, X)
+            updates, state = opt.update(grads, state, params)
+            return value, updates, state.finite
+
+        value, updates, finite = run({"w": W})
+        assert finite
         return value, updates
 
     assert_close(step("mixed_float16,residuals=recompute"), step("mixed_float16"))
@@ -293,7 +299,7 @@ def test_float16_with_a_loss_scale():
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_products_in_8_bits_are_kept():
     fns = [autocast(layers, f"{p},matmul=float8") for p in (AGAIN_POLICY, SAVE)]
-    assert_close(*exactly(lambda *a: [jax.grad(fn)(*a) for fn in fns])(W, X), 5e-2)
+    assert_close(*(reference(jax.grad(fn))(W, X) for fn in fns), 5e-2)
     assert kept(fns[0], W, X)["bfloat16"] == 3 * X.size * 2
 
 
@@ -303,9 +309,9 @@ def test_sizes_that_export_leaves_open():
         return jnp.mean((jax.nn.softmax(q @ q.transpose(0, 2, 1)) @ q) ** 2)
 
     shape = jax.export.symbolic_shape("n, 16")
-    fn = jax.jit(jax.grad(autocast(scores, AGAIN_POLICY)))
-    exported = jax.export.export(fn)(W, jax.ShapeDtypeStruct(shape, jnp.float32))
-    assert_close(exported.call(W, X), fn(W, X))
+    fn = jax.grad(autocast(scores, AGAIN_POLICY))
+    exported = jax.export.export(jax.jit(fn))(W, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert_close(exported.call(W, X), reference(fn)(W, X))
 
 
 # Regions.
@@ -413,7 +419,7 @@ def test_what_is_computed_again_is_measured_as_no_gradient():
 @pytest.mark.parametrize("policy", [products, long_products])
 def test_under_jax_checkpoint(policy):
     fn = jax.checkpoint(layers, policy=policy)
-    assert_close(*exactly(lambda *a: [jax.grad(f)(*a) for f in (fn, layers)])(W, X), 1e-5)
+    assert_close(*(reference(jax.grad(f))(W, X) for f in (fn, layers)), 1e-5)
     assert kept(fn, W, X)["float32"] == 3 * (X.nbytes + ROWS * 4)
     assert kept(layers, W, X)["float32"] > 8 * X.nbytes
 
@@ -425,7 +431,7 @@ def test_collectives_and_what_no_list_has_are_kept():
     sizes = kept(jax.checkpoint(fn, policy=products), X[0])
     assert sizes["float32"] == X[0].nbytes  # of the sum; what it is of is not read
     whole = jax.checkpoint(lambda w, x: sharded(w, x), policy=products)
-    assert_close(jax.jit(jax.grad(whole))(W, X), jax.jit(jax.grad(sharded))(W, X), 1e-5)
+    assert_close(*jax.jit(lambda *a: [jax.grad(f)(*a) for f in (whole, sharded)])(W, X), 1e-5)
 
 
 class Block(nn.Module):
@@ -475,21 +481,21 @@ class NnxBlock(nnx.Module):
 
 
 def test_nnx_under_remat_and_wrapped():
-    model = NnxBlock(nnx.Rngs(0))
-    graph, params = nnx.split(model)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: NnxBlock(nnx.Rngs(0))))
+    params = jax.tree.map(lambda x: gaussian(2, *x.shape, scale=1 / 4), shapes)
 
     def loss_of(call, of=lambda model: model):
         return lambda params: jnp.mean(call(of(nnx.merge(graph, params)), X) ** 2)
 
     plain = loss_of(NnxBlock.__call__)
     again = loss_of(nnx.remat(NnxBlock.__call__, policy=products))
-    assert_close(*exactly(lambda p: [jax.grad(f)(p) for f in (again, plain)])(params), 1e-5)
+    assert_close(*(reference(jax.grad(f))(params) for f in (again, plain)), 1e-5)
     assert kept(again, params).total() < kept(plain, params).total()
     save, wrapped = (
         loss_of(lambda model, x: model(x), lambda model, p=p: jaxmp.wrap(model, p))
         for p in (SAVE, AGAIN_POLICY)
     )
-    assert_close(*exactly(lambda p: [jax.grad(f)(p) for f in (wrapped, save)])(params))
+    assert_close(*(reference(jax.grad(f))(params) for f in (wrapped, save)))
     assert kept(wrapped, params).total() < kept(save, params).total()
 
 
@@ -499,14 +505,14 @@ def test_complex_values_are_computed_again():
         z = jnp.fft.fft(jnp.tanh(x @ w)) @ jnp.exp(1j * w)
         return jnp.sum(jnp.abs(jnp.fft.ifft(jnp.exp(0.1 * z))) ** 2)
 
-    w, x = jnp.eye(8) * 0.1, jnp.ones((4, 8))
+    w, x = np.eye(8, dtype=np.float32) / 10, ones(4, 8)
     again = jaxmp.autocast(spectrum, AGAIN_POLICY)
     rematted = (jax.checkpoint(spectrum, policy=policy) for policy in (products, long_products))
     fns = (spectrum, again, *rematted)
-    want, low, *kept = jax.jit(lambda *args: [jax.grad(fn)(*args) for fn in fns])(w, x)
+    want, low, *kept = (reference(jax.grad(fn))(w, x) for fn in fns)
     for each in kept:
         np.testing.assert_allclose(each, want, rtol=1e-5)
-    np.testing.assert_allclose(low, want, rtol=0.05, atol=0.05 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(low, want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
 @jax.custom_vjp
@@ -531,10 +537,12 @@ recomputing.defvjp(_recomputing_fwd, _recomputing_bwd)
 def test_a_rule_that_recomputes_keeps_no_more():
     def saved(fn):
         x, w = gaussian(6, 64, 8), gaussian(1, 8, 8, scale=8**-0.5)
-        _, pullback = jax.vjp(lambda x, w: recomputing(jnp.tanh(x @ w), w), x, w)
-        _, fast = jax.vjp(fn, x, w)
-        total = [sum(leaf.nbytes for leaf in jax.tree.leaves(p)) for p in (pullback, fast)]
-        return total[1] / total[0]
+
+        def size(fn):
+            pullback = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], x, w)
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+        return size(fn) / size(lambda x, w: recomputing(jnp.tanh(x @ w), w))
 
     # Residuals are x, w and tanh's result: narrowed, never more of them.
     assert saved(autocast(lambda x, w: recomputing(jnp.tanh(x @ w), w), SAVE)) <= 1.0
