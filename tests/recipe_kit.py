@@ -80,19 +80,19 @@ def product(recipe, dims=DENSE, dtype=jnp.bfloat16, weight=1):
     return fn
 
 
-def all_three(fn, x, w, g):
+def all_three(fn, x, w, g, compiler=jax.jit):
     """The product and its gradients, where `g` is that of the product."""
-    out = _jitted(fn)(*(np.asarray(v, np.float32) for v in (x, w, g)))
+    out = _compiled(fn, compiler)(*(np.asarray(v, np.float32) for v in (x, w, g)))
     return [np.asarray(v).astype(np.float64) for v in out]
 
 
 @functools.cache
-def _jitted(fn):
+def _compiled(fn, compiler):
     def run(x, w, g):
         y, vjp = jax.vjp(fn, x, w)
         return y, *vjp(g.astype(y.dtype))
 
-    return jax.jit(run)
+    return compiler(run)
 
 
 def worst_row(got, want):
@@ -112,7 +112,7 @@ def wanted(x, w, g):
     return x @ w, g @ w.T, x.T @ g
 
 
-def errors(fn, name, draws):
+def errors(fn, name, draws, compiler=jax.jit):
     """Relative errors of the product and of its gradients, over many draws.
 
     With heavy tails one element may be most of all draws taken together: the mean of theirs then.
@@ -120,7 +120,8 @@ def errors(fn, name, draws):
     off, norm = np.zeros((2, draws, 3))
     for i in range(draws):
         drawn = operands(name, i)
-        for k, (mine, exact) in enumerate(zip(all_three(fn, *drawn), wanted(*drawn), strict=True)):
+        found = all_three(fn, *drawn, compiler)
+        for k, (mine, exact) in enumerate(zip(found, wanted(*drawn), strict=True)):
             off[i, k], norm[i, k] = np.sum((mine - exact) ** 2), np.sum(exact**2)
     if name == "heavy tails":
         return np.sqrt(off / norm).mean(0)
