@@ -120,6 +120,7 @@ def test_wrong_uses(run):
         run("--check", "--update")
 
 
+@pytest.mark.slow
 def test_the_lock_of_the_example_is_that_of_its_step(monkeypatch, capsys):
     """As a user's CI has it."""
     monkeypatch.chdir(ROOT / "examples")
