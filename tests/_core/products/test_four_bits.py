@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from numpy_reference import reference
 from recipe_kit import (
     DENSE,
     all_three,
@@ -132,13 +133,24 @@ MATRICES = {
 
 
 # Each layout, recipe and kind of rotation once.
-QUICK = {"dense": (0, 2, 4), "batch": (3,), "weight first": (0,), "experts": (3,), "heads": (0,)}
+IN_NUMPY = {"dense": (2, 4), "batch": (3,), "weight first": (0,), "experts": (3,), "heads": (0,)}
+VALUES = [
+    *((layout, recipe, jax.jit) for layout in LAYOUTS for recipe in NEAREST),
+    *((layout, NEAREST[i], reference) for layout, quick in IN_NUMPY.items() for i in quick),
+]
 
 
-@slow_when(lambda layout, recipe: NEAREST.index(recipe) not in QUICK[layout])
-@pytest.mark.parametrize("recipe", NEAREST, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_values_are_those_of_quantized_operands(layout, recipe):
+@slow_when(
+    lambda layout, recipe, compiler: (
+        compiler is jax.jit and (layout != "dense" or recipe not in (NEAREST[0], NEAREST[3]))
+    )
+)
+@pytest.mark.parametrize(
+    ("layout", "recipe", "compiler"),
+    VALUES,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_values_are_those_of_quantized_operands(layout, recipe, compiler):
     left, right, dims, weight, orders = LAYOUTS[layout]
     a, b = grid(1, *left), grid(2, *right, name="heavy tails")
     out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b).shape
@@ -148,7 +160,7 @@ def test_the_values_are_those_of_quantized_operands(layout, recipe):
         np.einsum(order, v).reshape(shape)
         for order, v, shape in zip(orders, given, MATRICES[layout], strict=True)
     )
-    y, da, db = all_three(product(recipe, dims, jnp.float32, weight), a, b, g)
+    y, da, db = all_three(product(recipe, dims, jnp.float32, weight), a, b, g, compiler)
     found = y, *((da, db) if weight else (db, da))
     want = three(recipe, x, w, dy)
     order_of = (orders[2], orders[0], orders[1])
@@ -206,7 +218,7 @@ ERRORS = {
 }
 
 
-@slow_when(lambda name: name != "normal")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ERRORS)
 def test_relative_errors_of_a_product(name):
     kinds = (((1, 16), True), ((16, 16), True), ((1, 32), False))
@@ -282,7 +294,6 @@ def test_copies_are_made_once_and_only_for_products_that_read_them():
             assert text.count("optimization_barrier") == count, (recipe, of)
 
 
-@slow_when(lambda four: four in ((False, True, True), (True, False, False)))
 @pytest.mark.parametrize(
     ("text", "four"),
     [
@@ -295,14 +306,14 @@ def test_copies_are_made_once_and_only_for_products_that_read_them():
 def test_each_product_multiplies_in_its_own_format(text, four):
     """A forward pass in 16 bits is plain, and the backward pass quantizes both operands itself."""
     x, w, g = operands("normal")
-    plain = all_three(product(parse_recipe("bf16")), x, w, g)
-    full = all_three(product(nvfp4()), x, w, g)
-    got = all_three(product(parse_recipe(text)), x, w, g)
+    plain, full, got = (
+        all_three(product(parse_recipe(each)), x, w, g, reference)
+        for each in ("bf16", "nvfp4", text)
+    )
     for mine, wide, narrow, is_four in zip(got, plain, full, four, strict=True):
         np.testing.assert_array_equal(mine, narrow if is_four else wide)
 
 
-@slow_when(lambda recipe: recipe.hadamard != "random")
 @pytest.mark.parametrize(
     ("recipe", "changed"),
     [
@@ -314,15 +325,14 @@ def test_each_product_multiplies_in_its_own_format(text, four):
 )
 def test_options_change_the_gradients_that_they_are_of(recipe, changed):
     x, w, g = operands("normal")
-    usual = all_three(product(nvfp4()), x, w, g)
-    got = all_three(product(recipe), x, w, g)
+    usual, got = (all_three(product(each), x, w, g, reference) for each in (nvfp4(), recipe))
     for mine, before, other in zip(got, usual, changed, strict=True):
         assert np.array_equal(mine, before) != other
     for mine, exact in zip(usual, wanted(x, w, g), strict=True):
         assert relative(mine, exact) < 0.2
 
 
-def in_loops(recipe, name):
+def in_loops(recipe, name, compiler):
     """What is computed at once, and one by one."""
     r = np.random.default_rng(0)
     x, w = F32(r.normal(size=(2, 16, 48))), F32(r.normal(size=(2, 48, 48)) / 7)
@@ -354,15 +364,16 @@ def in_loops(recipe, name):
             "scan": lambda: (loss(scanned)(x[0], w), loss(unrolled)(x[0], w)),
         }[name]()
 
-    return jax.jit(run)(x, w)
+    return compiler(run)(x, w)
 
 
-@slow_when(lambda recipe, name: recipe == mxfp4() or name != "vmap")
+@slow_when(lambda recipe, compiler: recipe == mxfp4() or compiler is jax.jit)
+@pytest.mark.parametrize("compiler", [jax.jit, reference])
 @pytest.mark.parametrize("name", ["vmap", "vmap of one", "remat", "scan"])
 @pytest.mark.parametrize("recipe", [nvfp4(), mxfp4()], ids=str)
-def test_it_composes(recipe, name):
+def test_it_composes(recipe, name, compiler):
     """With the same random bits: with others, gradients would be a tenth apart."""
-    got, want = in_loops(recipe, name)
+    got, want = in_loops(recipe, name, compiler)
     for mine, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5)
 

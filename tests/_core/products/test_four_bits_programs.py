@@ -116,7 +116,7 @@ def test_gradients_are_those_of_float32_as_4_bits_have_them(recipe):
     assert got["up"].dtype == jnp.float32
 
 
-@slow_when(lambda recipe, split: (recipe, split) != ("nvfp4", "rows"))
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["rows", "columns"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_eight_devices_round_as_one(recipe, split):
@@ -156,7 +156,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(recipe, tmp_path):
     assert_same(train(gradient.__wrapped__(recipe), *restored), train(first, *begun))
 
 
-@slow_when(lambda recipe, kind: (recipe, kind) != ("nvfp4", "scan of remat"))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["remat", "scan", "scan of remat"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rematerialized_and_scanned_layers_round_as_others(recipe, kind):
@@ -188,6 +188,7 @@ def test_rematerialized_and_scanned_layers_round_as_others(recipe, kind):
     assert relative(got, want) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_linen_model_learns_and_switches_its_forward_pass_to_16_bits():
     class Model(nn.Module):
         @nn.compact
