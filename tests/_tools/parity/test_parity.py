@@ -204,15 +204,22 @@ class Stack(nn.Module):
         return scan(nn.Dense(8, name="block"), x, None)[0]
 
 
-def test_jit_inside_and_a_scan_over_layers():
+@pytest.fixture(scope="module")
+def stack():
     x = gaussian(0, 4, 8)
+    return jax.jit(Stack().init)(random_key(1), x), x
+
+
+def test_jit_inside_and_a_scan_over_layers(stack):
     model = Stack()
-    variables = jax.jit(model.init)(random_key(1), x)
     low = jax.jit(jaxmp.autocast(jax.jit(model.apply), "mixed_bfloat16"))
-    report = jaxmp.parity(low, model.apply)(variables, x)
+    report = jaxmp.parity(low, model.apply)(*stack)
     assert report.same, report
     assert any(row.layer.endswith("block") for row in report.rows)
 
+
+@pytest.mark.slow
+def test_layers_of_a_scan_and_layers_one_by_one(stack):
     def unrolled(variables, x):
         [p] = variables["params"].values()
         for i in range(3):
@@ -222,7 +229,7 @@ def test_jit_inside_and_a_scan_over_layers():
         return x
 
     match = {"output": "output"}
-    assert jaxmp.parity(model.apply, unrolled, match=match)(variables, x).same
+    assert jaxmp.parity(Stack().apply, unrolled, match=match)(*stack).same
 
 
 def attend(q, k, v, mask):
