@@ -306,7 +306,7 @@ def test_programs(name, recipe):
     plain = loss if name == "shard_map" else fn  # a mean over equal parts is that of all
     exact = jax.jit if name == "ragged_dot" else reference  # which has none
     value, want = exact(jax.value_and_grad(plain))(weights(), TOKENS)
-    compiler = reference if name == "custom_jvp" else jax.jit
+    compiler = reference if (name, recipe) == ("custom_jvp", "float8") else jax.jit
     fast_value, got = compiler(jax.value_and_grad(fast))(weights(), TOKENS)
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype("float32")}
     # Each of a chain of products adds its own error.
