@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from numpy_reference import RULES, rule
 
 from jaxmp._core.decide.by_recipe import kind_of
 from jaxmp._core.products.derivative import contract
@@ -28,6 +29,22 @@ NUMPY = {
     "int8": np.int8,
 }
 TINY = np.finfo(np.float32).tiny
+
+
+_of_whole_bytes = RULES["bitcast_convert_type"]
+
+
+@rule("bitcast_convert_type")
+def _bitcast(eqn, x, *, new_dtype):
+    """Numbers of 4 bits are bytes in NumPy, and two to a byte where they are packed."""
+    shape, new = eqn.outvars[0].aval.shape, np.dtype(new_dtype)
+    if x.dtype.itemsize == new.itemsize == 1 and x.ndim > len(shape):
+        low, high = np.moveaxis(x.view(np.uint8) & 15, -1, 0)
+        return (low | high << 4).view(new)
+    if x.dtype.itemsize == new.itemsize == 1 and x.ndim < len(shape):
+        both = x.view(np.uint8)
+        return np.stack([both & 15, both >> 4], -1).view(new)
+    return _of_whole_bytes(eqn, x, new_dtype=new_dtype)
 
 
 def quantized(x, short, axes):
@@ -80,19 +97,19 @@ def product(recipe, dims=DENSE, dtype=jnp.bfloat16, weight=1):
     return fn
 
 
-def all_three(fn, x, w, g):
+def all_three(fn, x, w, g, compiler=jax.jit):
     """The product and its gradients, where `g` is that of the product."""
-    out = _jitted(fn)(*(np.asarray(v, np.float32) for v in (x, w, g)))
+    out = _compiled(fn, compiler)(*(np.asarray(v, np.float32) for v in (x, w, g)))
     return [np.asarray(v).astype(np.float64) for v in out]
 
 
 @functools.cache
-def _jitted(fn):
+def _compiled(fn, compiler):
     def run(x, w, g):
         y, vjp = jax.vjp(fn, x, w)
         return y, *vjp(g.astype(y.dtype))
 
-    return jax.jit(run)
+    return compiler(run)
 
 
 def worst_row(got, want):
@@ -112,7 +129,7 @@ def wanted(x, w, g):
     return x @ w, g @ w.T, x.T @ g
 
 
-def errors(fn, name, draws):
+def errors(fn, name, draws, compiler=jax.jit):
     """Relative errors of the product and of its gradients, over many draws.
 
     With heavy tails one element may be most of all draws taken together: the mean of theirs then.
@@ -120,7 +137,8 @@ def errors(fn, name, draws):
     off, norm = np.zeros((2, draws, 3))
     for i in range(draws):
         drawn = operands(name, i)
-        for k, (mine, exact) in enumerate(zip(all_three(fn, *drawn), wanted(*drawn), strict=True)):
+        found = all_three(fn, *drawn, compiler)
+        for k, (mine, exact) in enumerate(zip(found, wanted(*drawn), strict=True)):
             off[i, k], norm[i, k] = np.sum((mine - exact) ** 2), np.sum(exact**2)
     if name == "heavy tails":
         return np.sqrt(off / norm).mean(0)

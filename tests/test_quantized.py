@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import pickle
 
 import jax
@@ -15,12 +14,13 @@ import pytest
 from flax import nnx, serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.jaxprs.scopes import EXACTLY
 from jaxmp.quantized import QuantizedArray, is_quantized
 
-from support import assert_same, slow_when
+from support import assert_same, ones, slow_when
 
 FORMATS = ("int8", "int4", "float8_e4m3fn")
 
@@ -142,14 +142,15 @@ READERS = {
 }
 
 
-def test_a_derivative_by_what_is_stored_is_refused():
-    for fmt, (name, fn) in itertools.product(("float8", "int8"), READERS.items()):
-        weight = jaxmp.quantize(jnp.ones((16, 16)), fmt, min_size=1)
-        x = jnp.ones((2, 16)) if name != "as an array" else jnp.ones(16)
+@pytest.mark.parametrize("fmt", ["float8", "int8"])
+def test_a_derivative_by_what_is_stored_is_refused(fmt):
+    weight = jaxmp.quantize(ones(16, 16), fmt, min_size=1)
+    for name, fn in READERS.items():
+        x = ones(2, 16) if name != "as an array" else ones(16)
         with pytest.raises(TypeError, match=r"QuantizedArray: differentiated by its .*argnums"):
             jax.grad(fn, allow_int=True)(weight, x)
         # By what it is multiplied with, it is as ever.
-        gradient = jax.jit(jax.grad(jax.checkpoint(fn), 1))(weight, x)
+        gradient = reference(jax.grad(jax.checkpoint(fn), 1))(weight, x)
         np.testing.assert_allclose(gradient, 16.0 if name != "as an array" else 1.0, rtol=1e-3)
 
 

@@ -25,7 +25,7 @@ from jaxmp._tools.audit.report import alike
 
 from linen_models import variables_of
 from models import Case, Size
-from support import needs_gpu_compiler, ones
+from support import needs_gpu_compiler, ones, slow_when
 from transformer import TransformerLM
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -194,6 +194,7 @@ def check_screen(text: str) -> None:
 # --- it fits -------------------------------------------------------------------------------------
 
 
+@slow_when(lambda name: name == "decoder")
 @pytest.mark.parametrize("name", [*LOSSES, *STEPS])
 def test_explain_fits_a_screen_and_groups_have_all_rows(name: str) -> None:
     found = explained(name)
@@ -213,6 +214,7 @@ def test_explain_fits_a_screen_and_groups_have_all_rows(name: str) -> None:
     assert flops == sorted(flops, reverse=True)
 
 
+@slow_when(lambda name: name in ("decoder", "deep"))
 @pytest.mark.parametrize("name", [*LOSSES, *STEPS])
 def test_audit_fits_a_screen_and_groups_have_all_findings(name: str) -> None:
     written, mixed = audited(name, None), audited(name, MIXED)
@@ -235,12 +237,17 @@ def test_audit_fits_a_screen_and_groups_have_all_findings(name: str) -> None:
         assert count == sum(explained(name).products().values())
 
 
-def test_explain_fits_under_policies_with_more_to_say_and_of_some_rows() -> None:
-    for policy in ("float32", "mixed_float8", f"{MIXED},residuals=recompute"):
-        check_screen(str(explained("lm", policy)))
-    for name in LOSSES:
-        for only in ("matmul", "float32"):
-            check_screen(str(explained(name, only=only)))
+@slow_when(lambda policy: policy != "mixed_float8")
+@pytest.mark.parametrize("policy", ["float32", "mixed_float8", f"{MIXED},residuals=recompute"])
+def test_explain_fits_under_policies_with_more_to_say(policy: str) -> None:
+    check_screen(str(explained("lm", policy)))
+
+
+@slow_when(lambda name, only: (name, only) != ("lm", "matmul"))
+@pytest.mark.parametrize("only", ["matmul", "float32"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_explain_fits_of_some_rows(name: str, only: str) -> None:
+    check_screen(str(explained(name, only=only)))
 
 
 def test_a_notebook_shows_the_text_of_a_report() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import export, lax
+from numpy_reference import reference
 
 import jaxmp
 
@@ -78,7 +79,7 @@ def exported(fn, rows: str = "rows"):
     return export.export(jax.jit(fn))(jax.ShapeDtypeStruct((size, 16), jnp.float32))
 
 
-@slow_when(lambda name: name in ("attention", "convolution"))
+@slow_when(lambda name: name == "convolution")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> None:
     fn = jax.jit(jaxmp.autocast(FUNCTIONS[name], BF16))
@@ -86,17 +87,17 @@ def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> No
     assert "bf16" in program.mlir_module()
     for rows in (8, 24):
         x = gaussian(rows, rows, 16)
-        np.testing.assert_allclose(program.call(x), fn(x), rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose(program.call(x), reference(fn)(x), rtol=2e-2, atol=2e-2)
 
 
-@slow_when(lambda name: name not in ("attention", "dense", "summed_up"))
+@slow_when(lambda name: name not in ("dense", "summed_up"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_so_is_a_gradient(name: str) -> None:
     fn = jaxmp.autocast(FUNCTIONS[name], BF16)
     gradient = jax.jit(jax.grad(lambda x: jnp.mean(jnp.square(fn(x)))))
     x = gaussian(9, 8, 16)
     program = exported(gradient)
-    np.testing.assert_allclose(program.call(x), gradient(x), rtol=5e-2, atol=2e-2)
+    np.testing.assert_allclose(program.call(x), reference(gradient)(x), rtol=5e-2, atol=2e-2)
 
 
 def open_shape(rows: str, *sizes: int) -> jax.ShapeDtypeStruct:
@@ -109,6 +110,11 @@ def layers(w, x):
     return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
 
 
+# In nvfp4 its gradient is seen below.
+QUICK = (("float8", "rows; mod(rows, 16) == 0"), ("blockwise_float8", "128*rows"))
+
+
+@slow_when(lambda recipe, rows: recipe != "mxfp4" and (recipe, rows) not in QUICK)
 @pytest.mark.parametrize(
     ("recipe", "rows"),
     [
@@ -134,8 +140,11 @@ def test_a_size_known_to_be_a_multiple_multiplies_in_few_bits(recipe: str, rows:
 @pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", "16*rows"), ("mxfp4", "32*rows")])
 def test_so_do_gradients_in_4_bits(recipe: str, rows: str) -> None:
     """What is saved in 4 bits is packed, and random bits know the positions of what they round."""
-    fn = jaxmp.autocast(layers, f"mixed_bfloat16,matmul={recipe}")
-    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.square(fn(w, x)))))
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
+
+    gradient = jax.jit(jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}")))
     x = gaussian(3, 128, 16)
     want = gradient(W, x)
     got = export.export(gradient)(W, open_shape(rows, 16)).call(W, x)
@@ -143,6 +152,7 @@ def test_so_do_gradients_in_4_bits(recipe: str, rows: str) -> None:
     assert np.linalg.norm(got - want) <= 0.2 * np.linalg.norm(want)
 
 
+@slow_when(lambda recipe: recipe == "int8")
 @pytest.mark.parametrize("recipe", ["float8", "int8"])
 def test_so_do_ragged_products(recipe: str) -> None:
     """`len` of an array refuses a symbolic size."""
@@ -150,7 +160,7 @@ def test_so_do_ragged_products(recipe: str) -> None:
     def experts(w, sizes, x):
         return lax.ragged_dot(jnp.tanh(lax.ragged_dot(x, w, sizes)), w, sizes)
 
-    w, sizes = gaussian(1, 2, 16, 16), jnp.array([24, 8])
+    w, sizes = gaussian(1, 2, 16, 16), np.int32([24, 8])
     loss = jaxmp.autocast(experts, f"mixed_bfloat16,matmul={recipe}")
     fn = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.square(loss(*args)))))
     program = export.export(fn)(w, sizes, open_shape("16*rows", 16))
@@ -196,7 +206,8 @@ def test_a_wrapped_nnx_model() -> None:
     model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 4, rngs=rngs))
     wrapped = jaxmp.wrap(model, BF16)
     x = gaussian(3, 6, 16)
-    np.testing.assert_allclose(exported(wrapped).call(x), wrapped(x), rtol=2e-2, atol=1e-2)
+    want = reference(wrapped)(x)
+    np.testing.assert_allclose(exported(wrapped).call(x), want, rtol=2e-2, atol=1e-2)
 
 
 def test_what_counts_bytes_refuses_them() -> None:

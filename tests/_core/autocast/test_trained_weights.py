@@ -13,11 +13,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.jaxprs.walk import equations
 
-from support import needs_tpu_compiler, slow_when
+from support import needs_tpu_compiler, random_key, slow_when
 
 LOW = "mixed_bfloat16"
 WEIGHTS = ("int4@32", "int8", "int8@tensor", "int4@row", "float8", "e2m1@32")
@@ -40,6 +41,11 @@ class Linen(nn.Module):
         return nn.Dense(64, name="head")(x)
 
 
+@functools.cache
+def variables_of(model=Linen):
+    return jax.jit(model().init)(random_key(0), X)
+
+
 class Norm(nnx.Module):
     """A model with state that a call changes."""
 
@@ -57,6 +63,16 @@ def function(params, x):
     return jnp.tanh((x + rows) @ params["up"]) @ params["embedding"].T
 
 
+def call(model, x):
+    return model(x)
+
+
+def called(model, fn=call):
+    """What `fn` returns of an NNX module, in NumPy."""
+    graph, state = nnx.split(model)
+    return reference(lambda state, x: fn(nnx.merge(graph, state), x))(state, X)
+
+
 def params_of_function():
     rng = np.random.default_rng(1)
     shapes = {"embedding": (64, 128), "up": (128, 128)}
@@ -69,22 +85,24 @@ def params_of_function():
 def test_a_function(bits):
     params, x = params_of_function()
     trains = f"{LOW},weights={bits}"
-    served = jaxmp.autocast(function, LOW)(jaxmp.quantize(params, trains), x)
+    few = jaxmp.quantize(params, trains)
+    served = jaxmp.autocast(function, LOW)(few, x)
     np.testing.assert_array_equal(jaxmp.autocast(function, trains)(params, x), served)
-    assert np.abs(served - function(params, x)).max() > 1e-3  # it is rounded
+    assert np.abs(served - reference(function)(params, x)).max() > 1e-3  # it is rounded
     # By name, and in an autocast around it.
     inner = jaxmp.autocast(function, trains)
     around = jaxmp.autocast(lambda p, x: inner(x=x, params=p), LOW)
-    np.testing.assert_array_equal(around(params, x), served)
+    few = reference(lambda params: jaxmp.quantize(params, trains))(params)
+    np.testing.assert_array_equal(
+        reference(around)(params, x), reference(jaxmp.autocast(function, LOW))(few, x)
+    )
 
 
 @pytest.mark.parametrize("bits", WEIGHTS)
-@slow_when(lambda bits: bits not in WEIGHTS[:2])
-@slow_when(lambda layer: layer is Layer)
+@slow_when(lambda layer, bits: layer is Layer or bits != WEIGHTS[0])  # as a function has them
 @pytest.mark.parametrize("layer", [Layer, nn.remat(Layer)], ids=["scan", "scan of remat"])
 def test_a_linen_module(layer, bits):
-    model, trains = Linen(layer), f"{LOW},weights={bits}"
-    variables = model.init(jax.random.key(0), X)
+    model, trains, variables = Linen(layer), f"{LOW},weights={bits}", variables_of()
     few = jaxmp.quantize(variables, trains)
     trained, serves = jaxmp.wrap(model, trains), jaxmp.wrap(model, LOW)
     served = jax.jit(serves.apply)(few, X)
@@ -95,13 +113,16 @@ def test_a_linen_module(layer, bits):
         return jnp.sum(out**2), out
 
     # In another autocast, the last bits of a product depend on how XLA fuses what is around.
+    few = reference(lambda variables: jaxmp.quantize(variables, trains))(variables)
     around = [
-        jax.jit(jaxmp.autocast(functools.partial(loss, m), LOW))(v, X)[1]
+        reference(jaxmp.autocast(functools.partial(loss, m), LOW))(v, X)[1]
         for m, v in ((trained, variables), (serves, few))
     ]
     np.testing.assert_array_equal(*around)
-    (grads, _) = jax.jit(jax.grad(functools.partial(loss, trained), has_aux=True))(variables, X)
-    exact, _ = jax.grad(functools.partial(loss, model), has_aux=True)(jaxmp.dequantize(few), X)
+    grads, exact = (
+        reference(jax.grad(functools.partial(loss, m), has_aux=True))(v, X)[0]
+        for m, v in ((trained, variables), (model, jaxmp.dequantize(few)))
+    )
     for got, want in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
         assert got.dtype == jnp.float32
         assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)
@@ -124,15 +145,15 @@ def test_an_nnx_module(bits):
     np.testing.assert_array_equal(moved, stats)
     assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # the call moved the average
     np.testing.assert_array_equal(model.up.kernel[...], Norm().up.kernel[...])  # and no weight
-    inside = [
-        jaxmp.autocast(lambda m, x: m(x), LOW)(m, X) for m in (wrapped, jaxmp.wrap(twin, LOW))
-    ]
-    np.testing.assert_array_equal(*inside)
-    grads = nnx.grad(lambda m, x: jnp.sum(m(x) ** 2))(wrapped, X)
-    assert grads["up"]["kernel"][...].dtype == jnp.float32
-    as_argument = jaxmp.autocast(lambda m, x: m(x), trains)(Norm(), X)
+    low = jaxmp.autocast(call, LOW)
+    inside = called(Norm(), lambda m, x: low(jaxmp.wrap(jaxmp.quantize(m, trains), LOW), x))
+    np.testing.assert_array_equal(called(wrapped, low), inside)
+    gradient = nnx.grad(lambda m, x: jnp.sum(m(x) ** 2))
+    grads = nnx.eval_shape(gradient, wrapped, X)
+    assert grads["up"]["kernel"].dtype == jnp.float32
     np.testing.assert_array_equal(
-        as_argument, jaxmp.autocast(lambda m, x: m(x), LOW)(jaxmp.quantize(Norm(), trains), X)
+        called(Norm(), jaxmp.autocast(call, trains)),
+        called(Norm(), lambda m, x: low(jaxmp.quantize(m, trains), x)),
     )
 
 
@@ -142,32 +163,31 @@ def is_stored(tree):
 
 
 def test_by_path_a_map_says_the_same_to_training_and_to_serving():
-    model = Linen()
-    variables = model.init(jax.random.key(0), X)
+    model, variables = Linen(), variables_of()
     policies = jaxmp.PolicyMap({"layers/up": LOW, "head": LOW}, default=f"{LOW},weights=int4")
     few = jaxmp.quantize(variables, policies)
     assert is_stored(few) == [False, True, False]  # head, layers/down, layers/up
-    trained = jax.jit(jaxmp.wrap(model, policies).apply)(variables, X)
-    served = jax.jit(jaxmp.wrap(model, LOW).apply)(few, X)
+    trained = reference(jaxmp.wrap(model, policies).apply)(variables, X)
+    served = reference(jaxmp.wrap(model, LOW).apply)(few, X)
     np.testing.assert_array_equal(trained, served)
     inside = jaxmp.PolicyMap({"layers/**": f"{LOW},weights=int8"}, default=LOW)
     assert is_stored(jaxmp.quantize(variables, inside)) == [False, True, True]
 
 
 def test_by_class_where_modules_are_discovered_in_the_first_call():
-    model = Linen()
-    variables = model.init(jax.random.key(0), X)
+    model, variables = Linen(), variables_of()
     policies = jaxmp.PolicyMap({Layer: f"{LOW},weights=int4"}, default=LOW)
     few = jaxmp.quantize(variables, {"layers": "int4"})
-    served = jax.jit(jaxmp.wrap(model, LOW).apply)(few, X)
+    served = reference(jaxmp.wrap(model, LOW).apply)(few, X)
     trained = jaxmp.wrap(model, policies)
-    np.testing.assert_array_equal(jax.jit(trained.apply)(variables, X), served)
+    np.testing.assert_array_equal(reference(trained.apply)(variables, X), served)
     with pytest.raises(TypeError, match="has the class Layer as a key"):
         jaxmp.quantize(variables, policies)
     nnx_model = Norm()
     by_class = jaxmp.PolicyMap({nnx.Linear: f"{LOW},weights=int4"}, default=LOW)
     np.testing.assert_array_equal(
-        jaxmp.wrap(Norm(), by_class)(X), jaxmp.wrap(jaxmp.quantize(nnx_model, "int4"), LOW)(X)
+        called(jaxmp.wrap(Norm(), by_class)),
+        called(jaxmp.wrap(jaxmp.quantize(nnx_model, "int4"), LOW)),
     )
 
 
@@ -175,24 +195,23 @@ def test_a_part_called_by_itself_and_a_module_wrapped_by_itself():
     model, trains = Norm(), f"{LOW},weights=int4"
     wrapped = jaxmp.wrap(model, trains)
     few = jaxmp.wrap(jaxmp.quantize(Norm(), "int4"), LOW)
-    np.testing.assert_array_equal(wrapped.up(X), few.up(X))
+    np.testing.assert_array_equal(called(wrapped.up), called(few.up))
     # A module inside that was wrapped by itself says so itself.
     outer = Norm()
     outer.up = jaxmp.wrap(outer.up, LOW)
     np.testing.assert_array_equal(
-        jaxmp.wrap(outer, trains)(X),
-        jaxmp.wrap(jaxmp.quantize(Norm(), {"head": "int4"}), LOW)(X),
+        called(jaxmp.wrap(outer, trains)),
+        called(jaxmp.wrap(jaxmp.quantize(Norm(), {"head": "int4"}), LOW)),
     )
 
 
 def test_what_a_module_returns_of_its_parameters_is_what_it_was_given():
     model = jaxmp.wrap(Linen(), f"{LOW},weights=int4")
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(random_key(0), X)
     np.testing.assert_array_equal(
-        variables["params"]["head"]["kernel"],
-        Linen().init(jax.random.key(0), X)["params"]["head"]["kernel"],
+        variables["params"]["head"]["kernel"], variables_of()["params"]["head"]["kernel"]
     )
-    _, changed = model.apply(variables, X, mutable=["params"])
+    _, changed = reference(functools.partial(model.apply, mutable=["params"]))(variables, X)
     chex_equal = jax.tree.map(lambda a, b: bool((a == b).all()), changed, variables)
     assert jax.tree.all(chex_equal)
 
@@ -208,14 +227,13 @@ class Adapted(nn.Module):
 
 def test_what_quantize_leaves_is_left():
     """Collections but "params", and arrays beside modules are rounded as well as their Params."""
-    model, trains = Adapted(), f"{LOW},weights=int4"
-    variables = model.init(jax.random.key(0), X)
+    model, trains, variables = Adapted(), f"{LOW},weights=int4", variables_of(Adapted)
     few = jaxmp.quantize(variables, trains)
     assert is_stored(few) == [False, True]
     collections = {"params": ("params", "lora")}
     trained, served = (jaxmp.wrap(model, policy, **collections) for policy in (trains, LOW))
     np.testing.assert_array_equal(
-        jax.jit(trained.apply)(variables, X), jax.jit(served.apply)(few, X)
+        reference(trained.apply)(variables, X), reference(served.apply)(few, X)
     )
     table = np.random.default_rng(3).normal(size=(64, 64)).astype("float32")
 
@@ -225,46 +243,46 @@ def test_what_quantize_leaves_is_left():
     args = {"model": Norm(), "table": table}
     few = {"model": jaxmp.quantize(Norm(), "int4"), "table": jaxmp.quantize(table, "int4")}
     np.testing.assert_array_equal(
-        jaxmp.autocast(fn, trains)(args, X), jaxmp.autocast(fn, LOW)(few, X)
+        called(args, jaxmp.autocast(fn, trains)), called(few, jaxmp.autocast(fn, LOW))
     )
 
 
 def test_training_in_float32_for_few_bits():
     params, x = params_of_function()
-    got = jaxmp.autocast(function, "float32,weights=int8")(params, x)
-    want = function(jaxmp.dequantize(jaxmp.quantize(params, "int8")), x)
+    got = reference(jaxmp.autocast(function, "float32,weights=int8"))(params, x)
+    want = reference(function)(jaxmp.dequantize(jaxmp.quantize(params, "int8")), x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    assert np.abs(got - function(params, x)).max() > 1e-3
+    assert np.abs(got - reference(function)(params, x)).max() > 1e-3
 
 
 def test_weights_that_are_stored_already_are_read_as_they_are():
     params, x = params_of_function()
     few = jaxmp.quantize(params, "int4@row")
     np.testing.assert_array_equal(
-        jaxmp.autocast(function, f"{LOW},weights=int8")(few, x),
-        jaxmp.autocast(function, LOW)(few, x),
+        reference(jaxmp.autocast(function, f"{LOW},weights=int8"))(few, x),
+        reference(jaxmp.autocast(function, LOW))(few, x),
     )
 
 
 def test_under_fsdp_and_resumed_in_the_middle(tmp_path):
     """Eight devices, weights split: the losses of one device; and a run that was interrupted."""
-    model, tx = jaxmp.wrap(Linen(), f"{LOW},weights=int4"), optax.adam(1e-2)
-    variables = model.init(jax.random.key(0), X)
+    fn, tx = jaxmp.autocast(function, f"{LOW},weights=int4"), optax.adam(1e-2)
+    params, x = params_of_function()
 
     @jax.jit
-    def step(variables, state, x):
-        loss, grads = jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
-        updates, state = tx.update(grads, state, variables)
-        return optax.apply_updates(variables, updates), state, loss
+    def step(params, state, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(fn(p, x) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
 
-    def run(variables, state, steps):
+    def run(params, state, steps):
         losses = []
         for _ in range(steps):
-            variables, state, loss = step(variables, state, X)
+            params, state, loss = step(params, state, x)
             losses.append(float(loss))
-        return variables, state, losses
+        return params, state, losses
 
-    *at_3, first = run(variables, tx.init(variables), 3)
+    *at_3, first = run(params, tx.init(params), 3)
     np.savez(tmp_path / "run.npz", *jax.tree.leaves(at_3))
     with np.load(tmp_path / "run.npz") as saved:
         restored = jax.tree.unflatten(jax.tree.structure(at_3), [saved[k] for k in saved.files])
@@ -272,10 +290,7 @@ def test_under_fsdp_and_resumed_in_the_middle(tmp_path):
     assert straight == again
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        split = jax.tree.map(
-            lambda w: jax.device_put(w, jax.NamedSharding(mesh, P(*[None] * (w.ndim - 1), "data"))),
-            variables,
-        )
+        split = jax.device_put(params, jax.NamedSharding(mesh, P(None, "data")))
         losses = run(split, tx.init(split), 3)[2]
     np.testing.assert_allclose(losses, first, rtol=0.01)
 
@@ -350,7 +365,7 @@ def test_a_program_whose_weights_are_none_is_warned_of():
 
 def test_tools_see_casts_of_jaxmp_and_no_finding():
     model = jaxmp.wrap(Linen(), f"{LOW},weights=int4@row")
-    variables = model.init(jax.random.key(0), X)
+    variables = variables_of()
     for report in (
         jaxmp.audit(jax.grad(lambda v, x: jnp.sum(model.apply(v, x))))(variables, X),
         jaxmp.audit(jaxmp.wrap(Linen(), LOW).apply)(jaxmp.quantize(variables, "int4@row"), X),
@@ -383,7 +398,7 @@ def test_activations_too(bits, activations):
 
     layer = jaxmp.autocast(lambda p, x: x @ p["up"], f"{LOW},o=float32,{also}")
     low = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
-    got = layer({"up": few["up"]}, x)
+    got = np.float64(reference(layer)({"up": few["up"]}, x))
     most = np.abs(low).max(1, keepdims=True)
     dtype = jnp.dtype(few["up"].values.dtype)
     if activations == "int8":
@@ -418,10 +433,10 @@ def test_products_with_activations_are_integers_and_their_gradients_are_not():
     ]
     assert sums.count("int32") == 2
     assert len(sums) == 6  # and two for each gradient
-    exact = jax.grad(functools.partial(loss, function))(
-        jaxmp.dequantize(jaxmp.quantize(params, policy)), x
-    )
-    for got, want in zip(*map(jax.tree.leaves, (jax.grad(fast)(params, x), exact)), strict=True):
+    gradient = reference(jax.grad(functools.partial(loss, function)))
+    exact = gradient(jaxmp.dequantize(jaxmp.quantize(params, policy)), x)
+    grads = jax.jit(jax.grad(fast))(params, x)
+    for got, want in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
         assert got.dtype == jnp.float32
         assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)
 

@@ -17,6 +17,8 @@ from jaxmp._core.speed import chip_named, why_emulated
 from jaxmp.devices import kind_of
 from jaxmp.recipes import parse_recipe
 
+from support import assert_same_program, gaussian, random_key
+
 
 class Model(nn.Module):
     """A large layer, a small one, and the last."""
@@ -58,11 +60,10 @@ def test_where_no_format_is_fast_none_is_taken():
             assert product.dtype == "bfloat16"
             assert (chip.lstrip("@") or "cpu") in product.why_not
     model = nn.Sequential([nn.Dense(64, use_bias=False), nn.Dense(32, use_bias=False)])
-    x = jax.random.normal(jax.random.key(0), (32, 64))
-    variables = model.init(jax.random.key(1), x)
-    plain = jaxmp.wrap(model, "mixed_bfloat16").apply(variables, x)
-    auto = jaxmp.wrap(model, "mixed_bfloat16,matmul=auto").apply(variables, x)
-    assert jnp.array_equal(plain, auto)
+    x = gaussian(0, 32, 64)
+    variables = jax.eval_shape(model.init, random_key(1), x)
+    plain, auto = (jaxmp.wrap(model, f"mixed_bfloat16{of}").apply for of in ("", ",matmul=auto"))
+    assert_same_program(plain, auto, variables, x)
 
 
 def test_explain_says_what_was_taken_and_why():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from numpy_reference import reference
 from recipe_kit import (
     DENSE,
     all_three,
@@ -131,10 +132,25 @@ MATRICES = {
 }
 
 
-@slow_when(lambda layout, recipe: layout != "dense" and recipe not in (NEAREST[0], NEAREST[3]))
-@pytest.mark.parametrize("recipe", NEAREST, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_values_are_those_of_quantized_operands(layout, recipe):
+# Each layout, recipe and kind of rotation once.
+IN_NUMPY = {"dense": (2, 4), "batch": (3,), "weight first": (0,), "experts": (3,), "heads": (0,)}
+VALUES = [
+    *((layout, recipe, jax.jit) for layout in LAYOUTS for recipe in NEAREST),
+    *((layout, NEAREST[i], reference) for layout, quick in IN_NUMPY.items() for i in quick),
+]
+
+
+@slow_when(
+    lambda layout, recipe, compiler: (
+        compiler is jax.jit and (layout != "dense" or recipe not in (NEAREST[0], NEAREST[3]))
+    )
+)
+@pytest.mark.parametrize(
+    ("layout", "recipe", "compiler"),
+    VALUES,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_values_are_those_of_quantized_operands(layout, recipe, compiler):
     left, right, dims, weight, orders = LAYOUTS[layout]
     a, b = grid(1, *left), grid(2, *right, name="heavy tails")
     out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b).shape
@@ -144,7 +160,7 @@ def test_the_values_are_those_of_quantized_operands(layout, recipe):
         np.einsum(order, v).reshape(shape)
         for order, v, shape in zip(orders, given, MATRICES[layout], strict=True)
     )
-    y, da, db = all_three(product(recipe, dims, jnp.float32, weight), a, b, g)
+    y, da, db = all_three(product(recipe, dims, jnp.float32, weight), a, b, g, compiler)
     found = y, *((da, db) if weight else (db, da))
     want = three(recipe, x, w, dy)
     order_of = (orders[2], orders[0], orders[1])
@@ -179,7 +195,8 @@ def test_values_and_scales(granularity):
 def test_stochastic_values_are_neighbors_of_what_no_scale_cuts_off(granularity):
     x = np.random.default_rng(0).standard_t(2, (2, 48, 64)).astype(F32)
     size = SIZES[granularity][0]
-    got = quantize_four(x, size, e4m3=granularity == "nv", stochastic=True)
+    rounded = functools.partial(quantize_four, block=size, e4m3=granularity == "nv")
+    got = jax.jit(functools.partial(rounded, stochastic=True))(x)
     _, scales, v = in_blocks(x, size, granularity, up=True)
     np.testing.assert_array_equal(got.scale.astype(F32), scales[:, :, 0, :, 0])
     mine, v = split(np.asarray(got.values).astype(F32), size), np.abs(v)
@@ -201,6 +218,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ERRORS)
 def test_relative_errors_of_a_product(name):
     kinds = (((1, 16), True), ((16, 16), True), ((1, 32), False))
@@ -227,11 +245,9 @@ def test_relative_errors_of_a_product(name):
 @pytest.mark.parametrize("recipe", [nvfp4(), mxfp4()], ids=str)
 def test_what_is_not_finite_is_seen(recipe):
     """e2m1 has neither: NaN is cast to -0."""
-    ones = np.ones((32, 32))
     for value, place in itertools.product((np.inf, -np.inf, np.nan), range(3)):
-        bad = ones.copy()
-        bad[3, 5] = value
-        given = [bad if k == place else ones for k in range(3)]
+        given = [np.ones(shape) for shape in ((16, 64), (64, 16), (16, 16))]
+        given[place][3, 5] = value
         found = [np.isfinite(v).all() for v in all_three(product(recipe), *given)]
         assert found == [place == 2, place == 0, place == 1], (value, place)
 
@@ -241,7 +257,7 @@ def test_nothing_at_all_has_finite_gradients(recipe):
     x, w = np.full((16, 64), 1.0), np.full((64, 16), 1.0)
     for value in (0.0, 1e-30, 1e-36, 1e-40):
         x[:, :16] = value  # of each row, some blocks
-        y, dx, dw = all_three(product(recipe, dtype=jnp.float32), x, w, np.full((16, 16), value))
+        y, dx, dw = all_three(product(recipe), x, w, np.full((16, 16), value))
         np.testing.assert_allclose(y, 48.0, rtol=1e-6)
         assert np.isfinite(dw).all()
         # In a step of e2m1, up to a third of the value; subnormal numbers are flushed.
@@ -278,38 +294,45 @@ def test_copies_are_made_once_and_only_for_products_that_read_them():
             assert text.count("optimization_barrier") == count, (recipe, of)
 
 
-def test_each_product_multiplies_in_its_own_format():
-    """A forward pass in 16 bits is plain, and the backward pass quantizes both operands itself."""
-    x, w, g = operands("normal")
-    plain = all_three(product(parse_recipe("bf16")), x, w, g)
-    full = all_three(product(nvfp4()), x, w, g)
-    for text, four in (
+@pytest.mark.parametrize(
+    ("text", "four"),
+    [
         ("bf16:e2m1:e2m1@nv", (False, True, True)),
         ("e2m1:bf16:bf16@nv", (True, False, False)),
         ("e2m1:bf16:e2m1@nv", (True, False, True)),
         ("bf16:e2m1:bf16@nv", (False, True, False)),
-    ):
-        got = all_three(product(parse_recipe(text)), x, w, g)
-        for mine, wide, narrow, is_four in zip(got, plain, full, four, strict=True):
-            np.testing.assert_array_equal(mine, narrow if is_four else wide, err_msg=text)
-
-
-def test_options_change_the_gradients_that_they_are_of():
+    ],
+)
+def test_each_product_multiplies_in_its_own_format(text, four):
+    """A forward pass in 16 bits is plain, and the backward pass quantizes both operands itself."""
     x, w, g = operands("normal")
-    usual = all_three(product(nvfp4()), x, w, g)
-    for recipe, changed in (
+    plain, full, got = (
+        all_three(product(parse_recipe(each)), x, w, g, reference)
+        for each in ("bf16", "nvfp4", text)
+    )
+    for mine, wide, narrow, is_four in zip(got, plain, full, four, strict=True):
+        np.testing.assert_array_equal(mine, narrow if is_four else wide)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changed"),
+    [
         (nvfp4(rounding="nearest"), (False, True, True)),
         (nvfp4(hadamard="plain"), (False, False, True)),
         (nvfp4(hadamard="none"), (False, False, True)),
-    ):
-        got = all_three(product(recipe), x, w, g)
-        for mine, before, other in zip(got, usual, changed, strict=True):
-            assert np.array_equal(mine, before) != other
+    ],
+    ids=str,
+)
+def test_options_change_the_gradients_that_they_are_of(recipe, changed):
+    x, w, g = operands("normal")
+    usual, got = (all_three(product(each), x, w, g, reference) for each in (nvfp4(), recipe))
+    for mine, before, other in zip(got, usual, changed, strict=True):
+        assert np.array_equal(mine, before) != other
     for mine, exact in zip(usual, wanted(x, w, g), strict=True):
         assert relative(mine, exact) < 0.2
 
 
-def in_loops(recipe):
+def in_loops(recipe, name, compiler):
     """What is computed at once, and one by one."""
     r = np.random.default_rng(0)
     x, w = F32(r.normal(size=(2, 16, 48))), F32(r.normal(size=(2, 48, 48)) / 7)
@@ -332,25 +355,27 @@ def in_loops(recipe):
         stacked = functools.partial(jax.tree.map, lambda *v: jnp.stack(v))
         once = loss(layer)
         return {
-            "vmap": (jax.vmap(once)(x, w), stacked(*map(once, x, w))),
-            "vmap of one": (
+            "vmap": lambda: (jax.vmap(once)(x, w), stacked(*map(once, x, w))),
+            "vmap of one": lambda: (
                 jax.vmap(once, (0, None))(x, w[0]),
                 stacked(*(once(x[i], w[0]) for i in range(2))),
             ),
-            "remat": (loss(jax.checkpoint(layer))(x[0], w[0]), once(x[0], w[0])),
-            "scan": (loss(scanned)(x[0], w), loss(unrolled)(x[0], w)),
-        }
+            "remat": lambda: (loss(jax.checkpoint(layer))(x[0], w[0]), once(x[0], w[0])),
+            "scan": lambda: (loss(scanned)(x[0], w), loss(unrolled)(x[0], w)),
+        }[name]()
 
-    return jax.jit(run)(jnp.asarray(x), jnp.asarray(w))
+    return compiler(run)(x, w)
 
 
-@slow_when(lambda recipe: recipe == mxfp4())
+@slow_when(lambda recipe, compiler: recipe == mxfp4() or compiler is jax.jit)
+@pytest.mark.parametrize("compiler", [jax.jit, reference])
+@pytest.mark.parametrize("name", ["vmap", "vmap of one", "remat", "scan"])
 @pytest.mark.parametrize("recipe", [nvfp4(), mxfp4()], ids=str)
-def test_it_composes(recipe):
+def test_it_composes(recipe, name, compiler):
     """With the same random bits: with others, gradients would be a tenth apart."""
-    for name, (got, want) in in_loops(recipe).items():
-        for mine, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5, err_msg=name)
+    got, want = in_loops(recipe, name, compiler)
+    for mine, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_derivative_is_refused_by_name():

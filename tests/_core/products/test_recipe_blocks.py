@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from numpy_reference import reference
 from recipe_kit import (
     DENSE,
     FAMILIES,
@@ -84,7 +85,10 @@ def test_the_values_are_those_of_quantized_operands(recipe):
             read_back(g, thin) @ read_back(qw, wide).T,
             read_back(qx.T, thin) @ read_back(g.T, thin).T,
         )
-        found = (all_three(product(recipe, dtype=d), x, w, g) for d in (jnp.float32, BF16))
+        found = (
+            all_three(product(recipe, dtype=dtype), x, w, g, compiler)
+            for dtype, compiler in ((jnp.float32, reference), (BF16, jax.jit))
+        )
         for mine, rounded, exact in zip(*found, want, strict=True):
             np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-6 * np.abs(exact).max())
             assert relative(rounded, exact) < 2**-8.5
@@ -94,7 +98,8 @@ def test_the_values_are_those_of_quantized_operands(recipe):
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_no_row_is_lost(recipe):
     drawn = operands("rows over seven decades")
-    for mine, exact in zip(all_three(product(recipe), *drawn)[:2], wanted(*drawn)[:2], strict=True):
+    found = all_three(product(recipe), *drawn, reference)
+    for mine, exact in zip(found[:2], wanted(*drawn)[:2], strict=True):
         assert worst_row(mine, exact) < 0.05
 
 
@@ -141,7 +146,7 @@ def test_other_formats_backward():
     x, w, g = operands("normal")
     exact = wanted(x, w, g)
     for text, most in (("e4m3/bf16/e4m3@block", 1), ("bf16/e4m3/e4m3@mx", 0)):
-        got = all_three(product(jaxmp.recipes.parse_recipe(text)), x, w, g)
+        got = all_three(product(jaxmp.recipes.parse_recipe(text)), x, w, g, reference)
         for k, (mine, want) in enumerate(zip(got, exact, strict=True)):
             assert (relative(mine, want) < 0.004) == (k == most)
 

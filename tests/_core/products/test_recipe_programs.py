@@ -17,11 +17,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp.testing import PrecisionError, assert_products_in
 
-from support import relative, slow_when
+from support import gaussian, relative, slow_when
 
 POLICY = "mixed_float8"
 RECIPES = ("float8", "e4m3:e5m2:e5m2", "e4m3@row", "int8", "e4m3:bf16:bf16")
@@ -30,7 +31,8 @@ RECIPES = ("float8", "e4m3:e5m2:e5m2", "e4m3@row", "int8", "e4m3:bf16:bf16")
 def weights(seed=0):
     r = np.random.default_rng(seed)
     sizes = {"table": (32, 32), "up": (32, 64), "down": (64, 32), "last": (32, 32)}
-    return {k: jnp.asarray(r.normal(size=n) / np.sqrt(n[0]), jnp.float32) for k, n in sizes.items()}
+    drawn = {k: np.float32(r.normal(size=n) / np.sqrt(n[0])) for k, n in sizes.items()}
+    return jax.device_put(drawn)
 
 
 TOKENS = np.arange(128, dtype=np.int32) * 7 % 32
@@ -150,12 +152,13 @@ def test_assertions_about_8_bits():
             assert_products_in(step, dtype=dtype)(weights(), TOKENS)
 
 
-def test_blocks_that_are_emulated_count_as_what_they_are():
-    for recipe in ("float8", "mxfp8", "blockwise_float8"):
-        step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
-        found = jaxmp.audit(step)(weights(), TOKENS).quantized()
-        assert found.counts() == {"forward": (3, 4), "backward": (6, 8)}
-        assert_products_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
+@slow_when(lambda recipe: recipe != "mxfp8")
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8", "blockwise_float8"])
+def test_blocks_that_are_emulated_count_as_what_they_are(recipe):
+    step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
+    found = jaxmp.audit(step)(weights(), TOKENS).quantized()
+    assert found.counts() == {"forward": (3, 4), "backward": (6, 8)}
+    assert_products_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
 
 
 def test_modules_may_have_another_policy():
@@ -185,7 +188,7 @@ def test_nnx_modules():
     fast = jaxmp.wrap(model, POLICY)
     found = jaxmp.explain(lambda m, t: m(t))(fast, TOKENS).quantized()
     assert found.counts() == {"forward": (2, 3)}
-    assert relative(*jax.jit(lambda tokens: (fast(tokens), model(tokens)))(TOKENS)) < 0.06
+    assert relative(*reference(lambda tokens: (fast(tokens), model(tokens)))(TOKENS)) < 0.06
 
 
 # Every transformation.
@@ -288,7 +291,7 @@ PROGRAMS = {
 }
 
 
-QUICK = ("scan", "ragged_dot", "custom_jvp", "shard_map")
+QUICK = ("scan", "custom_jvp", "shard_map")  # and ragged products in `test_open_sizes`
 
 
 @slow_when(lambda name, recipe: recipe == "int8" or name not in QUICK)
@@ -300,8 +303,11 @@ def test_programs(name, recipe):
     policy = f"mixed_bfloat16,matmul={recipe}"
     assert counts(fn, policy)[0] == quantized
     fast = jaxmp.autocast(fn, policy)
-    value, want = jax.jit(jax.value_and_grad(fn))(weights(), TOKENS)
-    fast_value, got = jax.jit(jax.value_and_grad(fast))(weights(), TOKENS)
+    plain = loss if name == "shard_map" else fn  # a mean over equal parts is that of all
+    exact = jax.jit if name == "ragged_dot" else reference  # which has none
+    value, want = exact(jax.value_and_grad(plain))(weights(), TOKENS)
+    compiler = reference if (name, recipe) == ("custom_jvp", "float8") else jax.jit
+    fast_value, got = compiler(jax.value_and_grad(fast))(weights(), TOKENS)
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype("float32")}
     # Each of a chain of products adds its own error.
     most = {"float8": 0.038, "int8": 0.011}[recipe] * np.sqrt(2 * quantized)
@@ -356,9 +362,10 @@ def products_run(fn):
 def test_what_jax_checkpoint_saves_is_what_its_policy_says(name):
     """Products are seen by policies, and what is recomputed is the same."""
     fast = jaxmp.autocast(remat(name), POLICY)
-    want = jax.jit(jax.grad(jaxmp.autocast(remat("nothing_saveable"), POLICY)))(weights(), TOKENS)
-    # What XLA fuses rounds otherwise, and then to the next of 8 bits.
-    assert relative(jax.jit(jax.grad(fast))(weights(), TOKENS), want) < 0.05
+    again = jaxmp.autocast(remat("nothing_saveable"), POLICY)
+    got, want = (reference(jax.grad(fn))(weights(), TOKENS) for fn in (fast, again))
+    # What is recomputed may be fused otherwise, and then rounded to the next of 8 bits.
+    assert relative(got, want) < 0.05
     plain = jaxmp.autocast(remat(name), "mixed_bfloat16")
     assert products_run(fast) == products_run(plain)
 
@@ -391,14 +398,13 @@ def test_a_second_derivative_is_refused_by_name(recipe):
         with pytest.raises(
             TypeError, match=rf"the second derivative of the product at .* {recipe}"
         ):
-            jax.grad(norm(fn))(weights())
+            jax.eval_shape(jax.grad(norm(fn)), weights())
 
 
 def test_a_forward_derivative_is_refused_by_name():
     fast = jaxmp.autocast(loss, POLICY)
-    tangents = jax.tree.map(jnp.ones_like, weights())
     with pytest.raises(TypeError, match=r"forward-mode .* of the product at .* float8: .*jax.grad"):
-        jax.jvp(lambda p: fast(p, TOKENS), (weights(),), (tangents,))
+        jax.jvp(lambda p: fast(p, TOKENS), (weights(),), (weights(),))
 
 
 @pytest.mark.slow
@@ -416,7 +422,7 @@ def test_gradients_in_16_bits_may_be_differentiated_again():
 def test_what_is_no_second_derivative_is_not_refused():
     fast = jaxmp.autocast(loss, POLICY)
 
-    @jax.jit
+    @reference
     def run(p):
         value = lambda p: jax.vjp(lambda q: fast(q, TOKENS), p)[0]  # noqa: E731
         return jax.grad(value)(p), jax.grad(fast)(p, TOKENS)
@@ -445,7 +451,7 @@ def test_triple_precision(rule):
     fast = jaxmp.autocast(fn, "float32,matmul=f32:bf16:bf16")
     p = weights()
     assert jax.jit(fast)(p, TOKENS) == jax.jit(fn)(p, TOKENS)
-    got, want = (jax.jit(jax.grad(f))(p, TOKENS) for f in (fast, fn))
+    got, want = (reference(jax.grad(f))(p, TOKENS) for f in (fast, fn))
     assert 1e-3 < relative(got, want) < 1e-2
 
 
@@ -476,14 +482,20 @@ def test_a_float32_region_stays_float32():
 
 def test_an_overflow_is_seen_by_the_loss_scaler():
     p = weights()
-    p["down"] = p["down"].at[3, 3].set(jnp.inf)
+    p["down"] = np.array(p["down"])
+    p["down"][3, 3] = np.inf
     tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1))
-    state = tx.init(p)
     fast = jaxmp.autocast(loss, "mixed_float16,matmul=float8")
-    grads = jax.jit(jax.grad(lambda p: jaxmp.loss_scaling.scale_loss(fast(p, TOKENS), state)))(p)
-    updates, state = tx.update(grads, state, p)
+
+    @jax.jit
+    def step(p):
+        state = tx.init(p)
+        grads = jax.grad(lambda p: jaxmp.loss_scaling.scale_loss(fast(p, TOKENS), state))(p)
+        return tx.update(grads, state, p)
+
+    updates, state = step(p)
     assert int(state.skipped_count) == 1
-    assert all(not x.any() for x in jax.tree.leaves(updates))
+    assert all(not np.any(x) for x in jax.tree.leaves(updates))
 
 
 @slow_when(lambda sharded, recipe: (sharded, recipe) != ("weights", "float8"))
@@ -498,8 +510,8 @@ def test_sharding_in_types(sharded, recipe):
         h = jax.nn.relu(jnp.sin(x * 2) @ p["up"])
         return jnp.mean((jnp.tanh(h @ p["down"]) @ p["last"]) ** 2)
 
-    p, x = weights(), jnp.asarray(np.random.default_rng(1).normal(size=(128, 32)), jnp.float32)
-    want = jax.jit(jax.grad(fn))(p, x)
+    p, x = weights(), gaussian(1, 128, 32)
+    want = reference(jax.grad(fn))(p, x)
     rows, whole = NamedSharding(mesh, P("d", None)), NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
         p = jax.device_put(p, rows if sharded == "weights" else whole)
@@ -517,8 +529,7 @@ def test_sharded_weights_are_gathered_in_8_bits():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, batch = NamedSharding(mesh, P("d", None)), NamedSharding(mesh, P("d"))
     p, tokens = jax.device_put(weights(), rows), jax.device_put(TOKENS, batch)
-    step = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_int8")))
-    text = step.lower(p, tokens).compile().as_text()
-    gathered = Counter(re.findall(r"= (\w+)\[[\d,]+\]\S* all-gather\(", text))
+    step = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_int8"))).lower(p, tokens).compile()
+    gathered = Counter(re.findall(r"= (\w+)\[[\d,]+\]\S* all-gather\(", step.as_text()))
     assert gathered["s8"] == 3  # each layer's weights, once for all three products
-    assert relative(step(p, tokens), jax.grad(loss)(weights(), TOKENS)) < 0.03
+    assert relative(step(p, tokens), reference(jax.grad(loss))(weights(), TOKENS)) < 0.03

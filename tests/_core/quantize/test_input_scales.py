@@ -11,9 +11,12 @@ import pytest
 from flax import nnx, serialization
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp._core.jaxprs.walk import equations
+
+from support import random_key, relative, slow_when
 
 LOW = "p=float32,c=bfloat16,o=float32"
 POLICY = f"{LOW},weights=int8,activations=int8@static"
@@ -122,6 +125,7 @@ PROGRAMS = {
 PAIRS = [(name, "int8") for name in PROGRAMS] + [(name, "float8") for name in ("product", "scan")]
 
 
+@slow_when(lambda name, short: (name, short) == ("scan", "float8"))
 @pytest.mark.parametrize(("name", "short"), PAIRS)
 def test_a_product_multiplies_values_rounded_by_the_stored_scale(name, short):
     fn, w = PROGRAMS[name]
@@ -154,7 +158,7 @@ def test_no_maximum_is_computed_and_the_gradient_is_that_of_the_product():
     of_rows = jaxmp.autocast(product, f"{LOW},activations=int8")
     names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(of_rows)(few, X).jaxpr.eqns)}
     assert "reduce_max" in names
-    grads = [jax.grad(lambda x, fn=fn: fn(few, x).sum())(X) for fn in (fn, of_rows)]
+    grads = [reference(jax.grad(lambda x, fn=fn: fn(few, x).sum()))(X) for fn in (fn, of_rows)]
     np.testing.assert_array_equal(*grads)
 
 
@@ -165,7 +169,7 @@ def test_rows_of_their_own_scale_ignore_it():
     )
     for activations in ("", ",activations=int8"):
         fn = jaxmp.autocast(product, LOW + activations)
-        np.testing.assert_array_equal(fn(few, X), fn(plain, X))
+        np.testing.assert_array_equal(*(reference(fn)(w, X) for w in (few, plain)))
 
 
 def test_a_weight_without_one_has_scales_of_rows_and_is_warned_of():
@@ -192,7 +196,7 @@ def test_a_scale_that_layers_share_is_read_by_a_scan():
     few = stored(STACK, lambda w, x: jnp.einsum("bti,lio->lbto", x, w))
     assert few.input_scale.shape == (1, 1, 1)
     got = jaxmp.autocast(scanned, SERVED)(few, BATCHES[0])
-    want = scanned(few.dequantize(), BATCHES[0])
+    want = reference(scanned)(few.dequantize(), BATCHES[0])
     assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
 
 
@@ -253,7 +257,7 @@ class Net(nn.Module):
 
 def test_models_read_it():
     of_linen, of_nnx = Net(), nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))
-    few = stored(of_linen.init(jax.random.key(0), X), of_linen.apply)
+    few = stored(jax.jit(of_linen.init)(random_key(0), X), of_linen.apply)
     model = stored(of_nnx, lambda model, x: model(x))
     for fn, arguments in (
         (jaxmp.wrap(of_linen, SERVED).apply, (few, X)),
@@ -263,12 +267,8 @@ def test_models_read_it():
         reasons = [row.reason for row in rows if row.op == "dot_general"]
         assert reasons
         assert all("int8 of a stored range" in reason for reason in reasons)
-    error = jaxmp.wrap(of_linen, SERVED).apply(few, BATCHES[0]) - of_linen.apply(
-        jaxmp.dequantize(few), BATCHES[0]
-    )
-    assert np.linalg.norm(error) < 0.1 * np.linalg.norm(
-        of_linen.apply(jaxmp.dequantize(few), BATCHES[0])
-    )
+    got = reference(jaxmp.wrap(of_linen, SERVED).apply)(few, BATCHES[0])
+    assert relative(got, reference(of_linen.apply)(jaxmp.dequantize(few), BATCHES[0])) < 0.1
 
 
 # --- wrong uses ---------------------------------------------------------------------------------

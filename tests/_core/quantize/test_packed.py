@@ -81,8 +81,11 @@ def test_packed_int4_is_that_of_compressed_tensors():
 
 def test_what_quantize_makes_is_written_and_read_again():
     x = RNG.normal(size=(64, 96)).astype("float32")
-    for fmt, packed in (("int8", False), ("int4", True), ("float8", False), ("e2m1", True)):
-        q = jaxmp.quantize(x, fmt, granularity="block", block_size=32, min_size=1)
+    formats = {"int8": False, "int4": True, "float8": False, "e2m1": True}  # packed or not
+    options = {"granularity": "block", "block_size": 32, "min_size": 1}
+    few = jax.jit(lambda x: {fmt: jaxmp.quantize(x, fmt, **options) for fmt in formats})(x)
+    for fmt, packed in formats.items():
+        q = few[fmt]
         read = from_blocks(*to_blocks(q, axes=(1, 0), packed=packed), axes=(1, 0))
         np.testing.assert_array_equal(read.values, q.values)
         np.testing.assert_array_equal(read.scale, q.scale)
@@ -114,15 +117,18 @@ def test_it_is_served_in_linen_nnx_and_functions():
         layer.kernel[...] = jnp.asarray(weight)
         quantized = jaxmp.quantize(layer, "int8")  # as it is read; then with these values
         quantized.kernel.set_raw_value(kernel)
-        served = {
-            "linen": lambda k: jaxmp.wrap(Linen(), "mixed_bfloat16").apply(
-                {"params": {"up": {"kernel": k}}}, x
-            ),
-            "function": lambda k: jaxmp.autocast(lambda w, x: x @ w, "mixed_bfloat16")(k, x),
-            "nnx": lambda k, m=quantized: jaxmp.wrap(m, "mixed_bfloat16")(x),
-        }
-        for name, serve in served.items():
-            out = np.asarray(jax.jit(serve)(kernel), "float64")
+        linen, product = jaxmp.wrap(Linen(), "mixed_bfloat16"), lambda w, x: x @ w
+
+        @jax.jit
+        def served(k, quantized=quantized, linen=linen, product=product):
+            return {
+                "linen": linen.apply({"params": {"up": {"kernel": k}}}, x),
+                "function": jaxmp.autocast(product, "mixed_bfloat16")(k, x),
+                "nnx": jaxmp.wrap(quantized, "mixed_bfloat16")(x),
+            }
+
+        for name, out in served(kernel).items():
+            out = np.asarray(out, "float64")
             assert (np.abs(out - want) <= bound).all(), name
             assert np.abs(out - want).max() > 0, name  # it is rounded
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp.quantized import QuantizedArray
@@ -127,7 +128,7 @@ def test_gradients_multiply_in_16_bits(name):
     def gradient(f, w):
         return jax.grad(lambda x: jnp.sum(weights * f(w, x)))(x)
 
-    @jax.jit
+    @reference
     def run(q):
         whole = q.dequantize()
         tangent = jax.jvp(lambda x: fast(q, x), (x,), (x,))[1]
@@ -199,7 +200,7 @@ def test_layers_of_a_loop():
     found = [r for r in jaxmp.explain(apply)(small, x).rows if r.op == "dot_general"]
     assert [(r.count, r.dtype) for r in found] == [(3, "bfloat16")]
 
-    @jax.jit
+    @reference
     def run(small, x):
         alike = jax.vmap(apply, (None, 0))(small, x[None])[0]
         return Model().apply(jaxmp.dequantize(small), x), apply(small, x), alike

@@ -27,7 +27,7 @@ from jaxmp._tools.audit.report import PrecisionError
 
 from aot import residual_mib
 from models import CASES
-from support import iter_eqns, jaxpr_of
+from support import iter_eqns, jaxpr_of, slow_when
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -165,6 +165,7 @@ def test_convolutions_are_counted_as_xla_counts_them():
         check_flops(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
 
 
+@slow_when(lambda model: model == "cnn")
 @pytest.mark.parametrize("model", ["cnn", "lm_scan"])
 def test_flops_agree_with_xla(model):
     """A scan's body counts once here, as XLA counts it."""
@@ -199,7 +200,7 @@ def test_the_dtypes_of_residuals_come_in_the_order_in_which_they_are_read():
         report = audit(jax.grad(loss))(shape(4, 4, dtype=BF16), shape(3, 4, dtype=BF16))
         return tuple(report.residual_bytes)
 
-    found = set(map(orders, range(30)))
+    found = set(map(orders, range(10)))
     assert len(found) == 1
     assert len(*found) > 1
 
@@ -275,27 +276,31 @@ def test_what_the_chip_emulates_is_found():
         assert all(f"natively by {target}" in f.what for f in found)
 
 
-def test_a_recipe_is_audited_in_the_format_of_the_chip():
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
-
-    args = (shape(64, 64), shape(64, 64)), shape(128, 64)
-    for policy, target, dtype, emulated in (
+@slow_when(lambda target: target in ("tpu7x", "gpu-mi300x", "gpu-b200"))
+@pytest.mark.parametrize(
+    ("policy", "target", "dtype", "emulated"),
+    [
         ("mixed_float8", "tpu-v5e", "float8_e4m3b11fnuz", []),
         ("mixed_float8", "tpu7x", "float8_e4m3fn", []),
         ("mixed_float8", "gpu-mi300x", "float8_e4m3fnuz", []),
         ("mixed_bfloat16,matmul=mxfp8", "gpu-b200", "float8_e4m3fn", []),
         ("mixed_bfloat16,matmul=mxfp8", "gpu-h100", "bfloat16", ["float8_e4m3fn in blocks"]),
         ("mixed_bfloat16,matmul=e4m3", "tpu-v6e", "float8_e4m3fn", ["float8_e4m3fn"]),
-    ):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* is emulated: ")
-            step = jax.grad(jaxmp.autocast(loss, policy))
-            report = audit(step, target=target)(*args)
-        assert dtype in report.product_share(), (policy, target)
-        found = [f.what.partition(" is not")[0] for f in report.findings if f.kind == "emulated"]
-        assert found == emulated, (policy, target)
-        assert dtype in str(jaxmp.explain(loss, policy, target=target)(*args))
+    ],
+)
+def test_a_recipe_is_audited_in_the_format_of_the_chip(policy, target, dtype, emulated):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    args = (shape(64, 64), shape(64, 64)), shape(128, 64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* is emulated: ")
+        step = jax.grad(jaxmp.autocast(loss, policy))
+        report = audit(step, target=target)(*args)
+    assert dtype in report.product_share()
+    found = [f.what.partition(" is not")[0] for f in report.findings if f.kind == "emulated"]
+    assert found == emulated
+    assert dtype in str(jaxmp.explain(loss, policy, target=target)(*args))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -308,8 +313,8 @@ def test_under_a_mesh_a_target_is_told_too(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
     with jax.set_mesh(mesh):
         w, x = (
-            jax.device_put(jnp.ones((64, 64)), P()),
-            jax.device_put(jnp.ones((64, 64)), P("data")),
+            jax.device_put(np.ones((64, 64), np.float32), P()),
+            jax.device_put(np.ones((64, 64), np.float32), P("data")),
         )
         step = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_float8")))
         for target, dtype in (("tpu-v5e", "float8_e4m3b11fnuz"), ("gpu-h100", "float8_e4m3fn")):
@@ -405,9 +410,11 @@ def test_a_narrow_value_that_something_else_wants_is_no_cast_undone():
     assert not round_trips(fn, shape(8, 8), shape(8, 8, dtype=BF16))
 
 
-def test_neither_models_by_hand_nor_ours_undo_casts():
+@slow_when(lambda name: name == "lm")
+@pytest.mark.parametrize("name", ["lm", "mlp"])
+def test_neither_models_by_hand_nor_ours_undo_casts(name):
     """What autocast inserts on both sides is among `casts`, and the compiler's to remove."""
-    case = CASES["lm"]
+    case = CASES[name]
     for loss in (
         case.loss(small=True, dtype=BF16),
         jaxmp.autocast(case.loss(small=True), "mixed_bfloat16"),

@@ -30,6 +30,7 @@ from support import (
     gaussian,
     iter_eqns,
     jaxpr_of,
+    slow_when,
 )
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
@@ -123,6 +124,7 @@ class Tower(nn.Module):
         return x
 
 
+@slow_when(lambda policy, grad: (policy, grad) != (BF16, True))
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("policy", [BF16, "float32"])
 def test_path_and_line_are_the_users_inside_a_wrapped_model(policy: str, *, grad: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jaxmp import cli
 from jaxmp.testing import assert_precision_locked
 
-from support import ROOT, run_python
+from support import ROOT
 
 PROGRAM = """
 import jax, jax.numpy as jnp
@@ -120,13 +120,14 @@ def test_wrong_uses(run):
         run("--check", "--update")
 
 
+@pytest.mark.slow
 def test_the_lock_of_the_example_is_that_of_its_step(monkeypatch, capsys):
     """As a user's CI has it."""
     monkeypatch.chdir(ROOT / "examples")
     assert cli.main(["lock", "lm_step:small", "--check"]) == 0, capsys.readouterr().out
 
 
-def test_the_fixture(tmp_path):
+def test_the_fixture(tmp_path, monkeypatch, capsys):
     """Two runs of pytest, the first of which writes a file."""
     step = "    precision_lock(lambda x: x @ x, {file!r})(jnp.ones((4, 4), {dtype!r}))\n"
     checks = {"none": ("y.lock", "float32"), "same": ("x.lock", "bfloat16")}
@@ -142,15 +143,15 @@ def test_the_fixture(tmp_path):
     write("test_write.py", {"write": ("x.lock", "bfloat16")})
     write("test_check.py", checks)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["jaxmp.pytest_plugin"]\n')
-    (tmp_path / "run.py").write_text(
-        "import pytest\n"
-        "plain = ['-q', '-p', 'no:cacheprovider']\n"
-        "assert pytest.main([*plain, '--update-precision-locks', 'test_write.py']) == 0\n"
-        "assert pytest.main([*plain, 'test_check.py']) == 1\n"
-    )
-    done = run_python("run.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:faulthandler\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "conftest", raising=False)  # and put back after the test
+    plain = ["-q", "-p", "no:cacheprovider"]
+    assert pytest.main([*plain, "--update-precision-locks", "test_write.py"]) == 0
     assert (tmp_path / "x.lock").exists()
-    assert "2 failed, 1 passed" in done.stdout
-    assert "there is no file" in done.stdout
-    assert "float32*float32" in done.stdout
+    assert pytest.main([*plain, "test_check.py"]) == 1
+    said = capsys.readouterr().out
+    assert "2 failed, 1 passed" in said
+    assert "there is no file" in said
+    assert "float32*float32" in said

@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp import numerics
 from jaxmp.numerics import Fault, NumericsReport
 
-from support import gaussian, one_line
+from support import gaussian, one_line, random_key
 
 X = gaussian(0, 8, 16)
 
@@ -63,7 +63,7 @@ def linen_loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def linen_params() -> Any:
-    return MLP().init(jax.random.key(0), X)["params"]
+    return jax.jit(MLP().init)(random_key(0), X)["params"]
 
 
 def nnx_loss(model: Deep, x: jax.Array) -> jax.Array:
@@ -75,8 +75,8 @@ def nnx_loss(model: Deep, x: jax.Array) -> jax.Array:
 
 def test_overflow_in_the_forward_pass_of_a_layer() -> None:
     params = linen_params()
-    params["hidden_1"]["kernel"] *= 1e5
-    params["hidden_1"]["kernel"] = jnp.clip(params["hidden_1"]["kernel"], -6e4, 6e4)
+    kernel = np.asarray(params["hidden_1"]["kernel"])
+    params["hidden_1"]["kernel"] = np.clip(kernel * np.float32(1e5), -6e4, 6e4)
     report = jaxmp.diagnose(linen_loss, "mixed_float16")(params, X)
     # tanh takes infinities: the results are finite, and the report tells all the same.
     fault = (*report.faults, *report.contained)[0]
@@ -112,8 +112,9 @@ def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def test_overflow_in_iteration_7_of_a_scan() -> None:
-    weights = jnp.stack([jnp.eye(16)] * 10).at[7].mul(6e4)
-    fault = only(jaxmp.diagnose(scanned, "mixed_float16")(weights, jnp.abs(X) + 2))
+    weights = np.stack([np.eye(16, dtype=np.float32)] * 10)
+    weights[7] *= 6e4
+    fault = only(jaxmp.diagnose(scanned, "mixed_float16")(weights, np.abs(X) + 2))
     assert (fault.site.op, fault.kind, fault.iteration) == ("dot_general", "overflow", (7,))
     assert fault.site.line == line(scanned, "h @ w")
     assert "iteration 7" in str(fault)

@@ -25,7 +25,7 @@ from jaxmp._tools.numerics.origins import Walk
 from jaxmp._tools.numerics.statistics import Statistics, unpack
 from jaxmp._tools.numerics.survey import Loop, Site, SurveyedProgram
 
-from support import gaussian
+from support import gaussian, slow_when
 
 X, W = gaussian(0, 4, 8), gaussian(1, 8, 8, scale=1 / 3)
 
@@ -76,6 +76,7 @@ def test_float64_is_not_infinite_beyond_float32() -> None:
     assert infinite.is_infinite
 
 
+@slow_when(lambda shape: shape in ((100_000,), (300, 2, 5)))
 @pytest.mark.parametrize("shape", [(100_000,), (3, 70_001), (300, 2, 5), (0, 8)])
 def test_a_look_makes_nothing_larger_than_what_it_looks_at(shape: tuple[int, ...]) -> None:
     x = jnp.arange(float(np.prod(shape))).reshape(shape)

@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp._tools.validate import numerics as validate_numerics
 from jaxmp._tools.validate.verdict import FAILS, NOISE, PASSES
 
-from support import cpu_environment, one_line
+from support import cpu_environment, one_line, random_key
 
 # Verdicts.
 
@@ -232,7 +232,7 @@ def test_the_step_of_the_readme_is_one():
 
     def make_step(policy, seed):
         model, tx, train_step = under(policy)
-        params = model.init(jax.random.key(seed), jnp.ones((1, 4)))["params"]
+        params = jax.jit(model.init)(random_key(seed), np.ones((1, 4), np.float32))["params"]
         return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx), train_step
 
     def batches(seed):
