@@ -76,7 +76,7 @@ def test_a_finite_step_moves_every_field():
     assert after.skipped_count == 0
 
 
-@slow_when(lambda wrap: wrap is optax.chain)
+@slow_when(lambda wrap: wrap is master_weights)
 @pytest.mark.parametrize("wrap", [optax.chain, master_weights], ids=("chain", "masters"))
 def test_the_scaler_may_be_inside_other_transformations(wrap):
     policy = "bfloat16" if wrap is master_weights else None
@@ -350,6 +350,7 @@ def test_the_same_with_nnx_optimizer():
             np.testing.assert_array_equal(stored[layer][name], expected)
 
 
+@pytest.mark.slow
 def test_the_same_with_nnx_model_and_optimizer():
     model = NnxNet()
     optimizer = nnx.ModelAndOptimizer(model, scaled(), wrt=nnx.Param)
