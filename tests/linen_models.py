@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from accuracy import eps
+from numpy_reference import reference
 
 import jaxmp
 
@@ -73,14 +74,15 @@ def gradient_of(model: nn.Module, x: Any, **options: Any) -> Any:
 
 
 def run(model: nn.Module, variables: Any, *args: Any, **options: Any) -> Any:
-    """`apply`, compiled."""
-    return compiled(functools.partial(model.apply, **options))(variables, *args)
+    """What `apply` returns."""
+    return run_all([model], variables, *args, **options)[0]
 
 
 def run_all(models: Sequence[nn.Module], variables: Any, *args: Any, **options: Any) -> Any:
-    """`apply` of several models, compiled as one program."""
+    """What `apply` of several models returns, as one program."""
+    how = compiled if "rngs" in options else reference  # which has no operations on keys
     applies = [functools.partial(model.apply, **options) for model in models]
-    return compiled(lambda *a: [apply(*a) for apply in applies])(variables, *args)
+    return how(lambda *a: [apply(*a) for apply in applies])(variables, *args)
 
 
 def program(fn: Callable[..., Any], *args: Any) -> str:

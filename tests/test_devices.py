@@ -209,10 +209,10 @@ def placement(layout, mesh):
 
 
 # All that crosses devices, both dtypes of 16 bits, Linen and NNX.
-DEFAULT = {("fsdp_tp", "mixed_bfloat16", "linen"), ("dp", "mixed_float16", "nnx")}
+DEFAULT = ("fsdp_tp", "mixed_float16", "linen")  # in which a step is left out, too
 
 
-@slow_when(lambda layout, policy, kind: (layout, policy, kind) not in DEFAULT)
+@slow_when(lambda layout, policy, kind: (layout, policy, kind) != DEFAULT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("layout", LAYOUTS)

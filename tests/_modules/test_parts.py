@@ -129,7 +129,7 @@ def test_gradients_averages_and_masks_of_parts_are_those_of_the_whole() -> None:
             return self.decoder(self.encoder(x, train=train))
 
     wrapped = jaxmp.wrap(Model(), BF16)
-    variables = wrapped.init({"params": KEY, **RNGS}, X, train=False)
+    variables = jax.jit(functools.partial(wrapped.init, train=False))({"params": KEY, **RNGS}, X)
     given: dict[str, Any] = {"rngs": {"dropout": KEY}, "mutable": ["batch_stats"]}
 
     def whole(params: Any) -> Any:
@@ -148,8 +148,8 @@ def test_gradients_averages_and_masks_of_parts_are_those_of_the_whole() -> None:
         out, changed = wrapped.apply({**variables, "params": params}, X, method=method, **given)
         return jnp.mean(out**2), changed["batch_stats"]
 
-    got = [jax.jit(jax.value_and_grad(fn, has_aux=True))(variables["params"]) for fn in
-           (whole, parts, function)]  # fmt: skip
+    fns = [jax.value_and_grad(fn, has_aux=True) for fn in (whole, parts, function)]
+    got = jax.jit(lambda params: [fn(params) for fn in fns])(variables["params"])
     close = functools.partial(np.testing.assert_allclose, atol=8 * eps("bfloat16"))
     for other in got[1:]:
         jax.tree.map(close, got[0], other)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy_reference import reference
 
 import jaxmp
 from jaxmp import PolicyMap
@@ -22,18 +23,18 @@ from jaxmp.policies import keep_float32
 from linen_models import (
     BF16,
     F16,
+    KEY,
     Transformer,
     X,
     abstract_variables,
     all_counts,
     assert_close,
-    compiled,
     counts,
     gradient_of,
     over_layers,
     variables_of,
 )
-from support import CONTRACTIONS, case, iter_eqns, jaxpr_of, primitives, slow_when
+from support import CONTRACTIONS, case, iter_eqns, jaxpr_of, ones, primitives, slow_when
 
 Dense = functools.partial(nn.Dense, use_bias=False)  # less to trace
 
@@ -102,27 +103,36 @@ def all_but(**different: str) -> dict[str, str]:
 # --- Which modules a key matches -----------------------------------------------------------------
 
 
-def test_a_key_matches_whole_components_and_covers_what_is_inside() -> None:
-    """In exactly those blocks, forward and backward."""
-    inside = "encoder/block_0 encoder/block_1"
-    for pattern, blocks in [
+INSIDE = "encoder/block_0 encoder/block_1"
+
+
+@slow_when(lambda pattern: pattern in ("head", "encoder", "encoder/block_1", "encoder/*", "**"))
+@slow_when(lambda pattern: pattern in ("*/block_0", Encoder, nn.Module))
+@pytest.mark.parametrize(
+    ("pattern", "blocks"),
+    [
         ("head", "head"),
         ("block_0", "block_0"),  # not the encoder's
-        ("encoder", inside),
+        ("encoder", INSIDE),
         ("encoder/block_1", "encoder/block_1"),
-        ("encoder/*", inside),
+        ("encoder/*", INSIDE),
         ("encoder/block_[!0]", "encoder/block_1"),
-        ("*", f"{inside} block_0 head"),
+        ("*", f"{INSIDE} block_0 head"),
         ("*/block_0", "encoder/block_0"),
         ("**/block_0", "encoder/block_0 block_0"),
-        ("**", f"{inside} block_0 head"),
-        ("encoder/**", inside),
-        (Encoder, inside),
-        (Block, f"{inside} block_0"),
-        (nn.Module, f"{inside} block_0 head"),
-    ]:
-        want = all_but() | dict.fromkeys(blocks.split(), "float32")
-        assert dtypes_by_block(mapped({pattern: "float32"})) == want, pattern
+        ("**", f"{INSIDE} block_0 head"),
+        ("encoder/**", INSIDE),
+        (Encoder, INSIDE),
+        (Block, f"{INSIDE} block_0"),
+        (nn.Module, f"{INSIDE} block_0 head"),
+    ],
+)
+def test_a_key_matches_whole_components_and_covers_what_is_inside(
+    pattern: Any, blocks: str
+) -> None:
+    """In exactly those blocks, forward and backward."""
+    want = all_but() | dict.fromkeys(blocks.split(), "float32")
+    assert dtypes_by_block(mapped({pattern: "float32"})) == want
 
 
 def test_a_layer_inside_a_block() -> None:
@@ -147,7 +157,7 @@ def test_the_first_key_that_matches_wins_and_a_match_further_inside() -> None:
 def test_float16_in_one_block_and_bfloat16_in_another() -> None:
     wrapped = mapped({"encoder/block_0": F16, "head": "float32"})
     assert dtypes_by_block(wrapped) == all_but(encoder__block_0="float16", head="float32")
-    got, want = compiled(lambda v: [gradient_of(m, X)(v) for m in (wrapped, MODEL)])(VARIABLES)
+    got, want = reference(lambda v: [gradient_of(m, X)(v) for m in (wrapped, MODEL)])(VARIABLES)
     assert_close(got, want)
     # Low ones in a default of float32.
     want = dict.fromkeys(WIDTHS.values(), "float32")
@@ -176,7 +186,7 @@ def test_paths_are_relative_to_the_wrapped_module() -> None:
     want = all_but(encoder__block_0="float32", encoder__block_1="float32")
     assert dtypes_by_block(outer, variables) == want
     with pytest.raises(ValueError, match="'model/encoder' matches no module"):
-        Outer(PolicyMap({"model/encoder": "float32"}, default=BF16)).apply(variables, X)
+        counts(Outer(PolicyMap({"model/encoder": "float32"}, default=BF16)), variables, X)
 
 
 def test_other_methods_by_name() -> None:
@@ -381,7 +391,7 @@ def test_parameters_created_in_scanned_layers() -> None:
 
 
 def test_a_key_that_matches_nothing() -> None:
-    for entry, argument in (("init", jax.random.key(0)), ("apply", VARIABLES)):
+    for entry, argument in (("init", KEY), ("apply", VARIABLES)):
         wrapped = mapped({"head": "float32", "encoder/blok_1": "float32"})
         with pytest.raises(ValueError, match="'encoder/blok_1' matches no module") as caught:
             jax.eval_shape(getattr(wrapped, entry), argument, X)
@@ -392,7 +402,7 @@ def test_a_key_that_matches_nothing() -> None:
             jax.eval_shape(getattr(mapped({nn.Conv: "float32"}), entry), argument, X)
     # As reports of whole programs print a path.
     with pytest.raises(ValueError, match="Paths begin below the wrapped module"):
-        mapped({"Model/head": "float32"}).init(jax.random.key(0), X)
+        abstract_variables(mapped({"Model/head": "float32"}), X)
     with pytest.raises(ValueError, match=r"Paths there are: 'block_0', .*'encoder'"):
         jax.eval_shape(mapped({"qqq": "float32"}).apply, VARIABLES, X)
 
@@ -469,17 +479,24 @@ class Always(nn.Module):
 
 F32, LOW, MIXED = jnp.float32, {"bfloat16": 8}, {"float32": 3, "bfloat16": 5}
 # Forward and backward; `test_wrap_config_dtype.py` has more of what is a word, and what is not.
-OWN_WORDS: list[tuple[nn.Module, Any, dict[str, int]]] = [
-    *((Routed(router=d), BF16, MIXED) for d in (F32, "float32", np.float32, jnp.dtype("float32"))),
+OWN_WORDS: list[Any] = [
+    (Routed(), BF16, MIXED),
+    *(
+        pytest.param(Routed(router=d), BF16, MIXED, marks=pytest.mark.slow)
+        for d in ("float32", np.float32, jnp.dtype("float32"))
+    ),
     (Routed(router=jnp.float16), BF16, {"float16": 3, "bfloat16": 5}),
     # A third of all: one forward, the same once more in the backward pass, and two of that.
     (ScannedRouters(), BF16, {"float32": 4, "bfloat16": 8}),
     # A key overrules it.
     (Routed(), PolicyMap({"router": BF16}, default=BF16), LOW),
-    (Routed(), PolicyMap({nn.Dense: F16}, default=BF16), {"float16": 8}),
+    pytest.param(
+        *(Routed(), PolicyMap({nn.Dense: F16}, default=BF16), {"float16": 8}),
+        marks=pytest.mark.slow,
+    ),
     # The wrapped module's dtype is what the policy replaces, and so is what it hands on.
     (Routed(dtype=F32), BF16, LOW),
-    (Holder(dtype=F32, inner=F32), BF16, LOW),
+    pytest.param(Holder(dtype=F32, inner=F32), BF16, LOW, marks=pytest.mark.slow),
     # The author set float32 for the inner module: for all that is in it.
     (Beside(), BF16, {"float32": 9, "bfloat16": 2}),
     (Holder(dtype=jnp.bfloat16, inner=F32), BF16, {"float32": 8}),
@@ -487,18 +504,20 @@ OWN_WORDS: list[tuple[nn.Module, Any, dict[str, int]]] = [
     (Holder(dtype=None, inner=F32), BF16, LOW),
     # Its dtype is another than that of the module around it.
     (Holder(dtype=None), BF16, MIXED),
-    (Holder(dtype=jnp.bfloat16), BF16, MIXED),
+    pytest.param(Holder(dtype=jnp.bfloat16), BF16, MIXED, marks=pytest.mark.slow),
     # The default of a class is no word of the author.
     (nn.Sequential([Always()]), BF16, {"bfloat16": 2}),
 ]
 
 
 @MUCH_STAYS_FLOAT32
-def test_a_layers_own_word() -> None:
-    for model, policy, expected in OWN_WORDS:
-        wrapped, variables = jaxmp.wrap(model, policy), variables_of(model, X)
-        assert all_counts(wrapped, variables, X) == expected, (model, policy)
+@pytest.mark.parametrize(("model", "policy", "expected"), OWN_WORDS)
+def test_a_layers_own_word(model: nn.Module, policy: Any, expected: dict[str, int]) -> None:
+    assert all_counts(jaxmp.wrap(model, policy), variables_of(model, X), X) == expected
 
+
+@MUCH_STAYS_FLOAT32
+def test_a_layers_own_word_inside_an_autocast() -> None:
     class Autocast:
         apply = staticmethod(jaxmp.autocast(jaxmp.wrap(Routed(), BF16).apply, BF16))
 
@@ -564,17 +583,17 @@ def test_a_key_that_keys_before_it_shadow_is_refused() -> None:
     for overrides, message in at_construction:
         with case(overrides), pytest.raises(ValueError, match=f"PolicyMap: .*{message}.*first"):
             PolicyMap(overrides, default=BF16)
-    x = jnp.ones((2, 4))
+    x = ones(2, 4)
     of_linen = nn.Sequential([nn.Dense(4), nn.Dense(4)])
     of_nnx = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
     for overrides in ({"layers_*": F16, "layers_[01]": BF16}, {"**": F16, nn.Dense: BF16}):
         wrapped = jaxmp.wrap(of_linen, PolicyMap(overrides, default=BF16))
-        variables = of_linen.init(jax.random.key(0), x)
+        variables = variables_of(of_linen, x)
         with (
             case(overrides),
             pytest.raises(ValueError, match=r"wrap: the key .* would have no effe"),
         ):
-            wrapped.apply(variables, x)
+            jax.eval_shape(wrapped.apply, variables, x)
     by_index: list[dict[Any, Any]] = [
         {"layers/*": F16, "layers/[01]": BF16},
         {"**": F16, nnx.Linear: BF16},
@@ -588,9 +607,9 @@ def test_a_key_that_keys_before_it_shadow_is_refused() -> None:
 
 
 def test_a_key_that_has_an_effect_somewhere_or_means_the_same_is_accepted() -> None:
-    x = jnp.ones((2, 4))
+    x = ones(2, 4)
     model = nn.Sequential([nn.Dense(4), nn.Dense(4)])
-    variables = model.init(jax.random.key(0), x)
+    variables = variables_of(model, x)
     accepted: list[dict[Any, Any]] = [
         {"layers_0": F16, "**": BF16},
         {"layers_0": F16, "layers_*": "float32"},
@@ -601,7 +620,7 @@ def test_a_key_that_has_an_effect_somewhere_or_means_the_same_is_accepted() -> N
     ]
     for overrides in accepted:
         with case(overrides):
-            jaxmp.wrap(model, PolicyMap(overrides, default=BF16)).apply(variables, x)
+            counts(jaxmp.wrap(model, PolicyMap(overrides, default=BF16)), variables, x)
 
 
 def test_a_map_is_for_modules() -> None:

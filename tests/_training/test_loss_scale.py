@@ -13,24 +13,26 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy_reference import reference
 from optax import tree_utils
 
 import jaxmp
 from jaxmp import dynamic_loss_scale, static_loss_scale
 from jaxmp.loss_scaling import LossScaleState
 
-from support import case
+from support import case, gaussian, ones, slow_when
 
 BAD = (np.nan, np.inf, -np.inf)
 
 
 def run(optimizer, gradients, params=None):
     """Feeds gradients; returns updates and states."""
-    params = jnp.zeros(()) if params is None else params
+    params = np.float32(0) if params is None else params
     state = optimizer.init(params)
     updates, states = [], []
+    step = reference(optimizer.update)
     for gradient in gradients:
-        update, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, params)
+        update, state = step(jax.tree.map(np.float32, gradient), state, params)
         updates.append(update)
         states.append(state)
     return updates, states
@@ -46,19 +48,22 @@ def eight(axis_type=AxisType.Auto):
 
 def test_large_finite_gradients_do_not_skip():
     optimizer = dynamic_loss_scale(optax.sgd(1.0))
-    grads = jnp.full(64, 1e20).at[0].set(3e38)  # whose sum of squares overflows
-    updates, state = optimizer.update(grads, optimizer.init(grads), grads)
+    grads = np.full(64, 1e20, np.float32)
+    grads[0] = 3e38  # the sum of their squares overflows
+    updates, state = jax.jit(optimizer.update)(grads, optimizer.init(grads), grads)
     assert state.finite
     np.testing.assert_array_equal(updates, -grads)
 
 
+@slow_when(lambda dtype: dtype == jnp.bfloat16)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_one_bad_element_in_any_leaf_skips_all(dtype):
-    params = {"a": jnp.ones(()), "b": jnp.ones(3), "c": jnp.ones((2, 2))}
+    params = {"a": ones(), "b": ones(3), "c": ones(2, 2)}
     optimizer = dynamic_loss_scale(optax.sgd(1.0))
-    good, update = jax.tree.map(lambda p: p.astype(dtype), params), jax.jit(optimizer.update)
+    update = jax.jit(optimizer.update)
     for leaf, bad in itertools.product(params, BAD):
-        grads = {**good, leaf: good[leaf].at[..., -1:].set(bad) if leaf != "a" else dtype(bad)}
+        grads = {name: np.ones(p.shape, dtype) for name, p in params.items()}
+        grads[leaf].flat[-1] = bad
         updates, state = update(grads, optimizer.init(params), params)
         assert not state.finite, (leaf, bad)
         for u in jax.tree.leaves(updates):
@@ -66,8 +71,8 @@ def test_one_bad_element_in_any_leaf_skips_all(dtype):
 
 
 def test_float32_gradients_are_bitwise_the_unscaled_ones():
-    params = {"w": jax.random.normal(jax.random.key(0), (16, 8)), "b": jnp.zeros(8)}
-    x = jax.random.normal(jax.random.key(1), (32, 16))
+    params = {"w": gaussian(0, 16, 8), "b": np.zeros(8, np.float32)}
+    x = gaussian(1, 32, 16)
 
     def loss_fn(params):
         return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
@@ -91,13 +96,13 @@ def test_without_value_and_grad_training_is_that_without_a_scaler():
         return jnp.mean((x @ params["w"].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
     def train(optimizer):
-        params = {"w": jnp.linspace(-1, 1, 8).reshape(4, 2)}
+        params = {"w": np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)}
         state = optimizer.init(params)
-        grad_fn = jax.jit(jax.grad(loss_fn))
+        grad_fn, update = reference(jax.grad(loss_fn)), reference(optimizer.update)
         for i in range(3):  # op by op: fused, the two updates may round differently
-            x = jax.random.normal(jax.random.key(i), (8, 4), jnp.float16)
-            updates, state = optimizer.update(grad_fn(params, x), state, params)
-            params = optax.apply_updates(params, updates)
+            x = gaussian(i, 8, 4, dtype=np.float16)
+            updates, state = update(grad_fn(params, x), state, params)
+            params = reference(optax.apply_updates)(params, updates)
         return params, state
 
     scaler = dynamic_loss_scale(optax.adam(0.1), init_scale=2.0**22, growth_interval=1)
@@ -139,10 +144,11 @@ def test_the_state_can_be_donated():
         assert all(leaf.is_deleted() for leaf in leaves if leaf is not state.finite)
 
 
+@slow_when(lambda axis_type: axis_type == AxisType.Auto)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_shardings_are_kept_and_one_shard_skips_all(axis_type):
     sharding = NamedSharding(eight(axis_type), PartitionSpec("d"))
-    params = {"w": jax.device_put(jnp.ones((16, 4)), sharding)}
+    params = {"w": jax.device_put(ones(16, 4), sharding)}
     optimizer = dynamic_loss_scale(optax.adam(0.1))
     state = optimizer.init(params)
 
@@ -152,13 +158,15 @@ def test_shardings_are_kept_and_one_shard_skips_all(axis_type):
         return optax.apply_updates(params, updates), state
 
     for value, applied in ((1.0, True), (np.inf, False)):
-        grads = {"w": jax.device_put(jnp.ones((16, 4)).at[13, 2].set(value), sharding)}
+        grads = {"w": np.ones((16, 4), np.float32)}
+        grads["w"][13, 2] = value
+        grads = jax.device_put(grads, sharding)
         before, (params, state) = params, step(params, state, grads)
         for leaf in (params["w"], state.inner_state[0].mu["w"], state.inner_state[0].nu["w"]):
             assert leaf.sharding.is_equivalent_to(sharding, 2)
         assert state.loss_scale.sharding.is_fully_replicated
         assert bool(state.finite) == applied
-        assert bool(jnp.array_equal(before["w"], params["w"])) != applied
+        assert np.array_equal(before["w"], params["w"]) != applied
 
 
 def sharded_step(axis_name, *, check_vma, mapped=("d",)):
@@ -232,8 +240,8 @@ def test_devices_drift_apart_only_where_asked_to():
 def test_the_axis_may_be_that_of_a_vmap():
     optimizer = dynamic_loss_scale(axis_name="batch")
     state = optimizer.init(jnp.zeros(()))
-    step = jax.vmap(optimizer.update, in_axes=(0, None), axis_name="batch")
-    _, state = step(jnp.array([1.0, np.nan, 1.0]), state)
+    step = jax.jit(jax.vmap(optimizer.update, in_axes=(0, None), axis_name="batch"))
+    _, state = step(np.array([1.0, np.nan, 1.0], np.float32), state)
     assert state.loss_scale.tolist() == [2.0**15] * 3
 
 
@@ -255,17 +263,18 @@ def test_multi_steps_inside_leaves_one_microbatch_out():
 
 def test_moments_of_16_bit_parameters_are_float32():
     optimizer = dynamic_loss_scale(optax.adamw(0.1))
-    params = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.float16)}
+    params = {"w": ones(4, dtype=jnp.bfloat16), "b": ones(4, dtype=jnp.float16)}
     state = optimizer.init(params)
     for _ in range(2):
         moments = jax.tree.leaves((state.inner_state[0].mu, state.inner_state[0].nu))
         assert {moment.dtype for moment in moments} == {jnp.dtype("float32")}
-        updates, state = optimizer.update(params, state, params)
+        updates, state = jax.eval_shape(optimizer.update, params, state, params)
         assert {u.dtype for u in updates.values()} == {jnp.dtype("float32")}
-        params = optax.apply_updates(params, updates)
+        params = jax.eval_shape(optax.apply_updates, params, updates)
         assert (params["w"].dtype, params["b"].dtype) == (jnp.bfloat16, jnp.float16)
     # A dtype asked for by name is kept.
-    state = dynamic_loss_scale(optax.adam(0.1, mu_dtype=jnp.bfloat16)).init(params)
+    optimizer = dynamic_loss_scale(optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    state = jax.eval_shape(optimizer.init, params)
     assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
 
 
@@ -378,7 +387,7 @@ def grad_scaler(scale, growth, overflow, *, interval, factor, backoff, low, high
 def test_the_scale_moves_as_in_pytorch():
     rng = np.random.default_rng(0)
     patterns, length = 100, 60
-    for setting in range(6):
+    for setting in range(4):
         interval = int(rng.integers(1, 8))
         factor, backoff = 2.0 ** rng.integers(1, 3), 2.0 ** -rng.integers(1, 3)
         init = 2.0 ** rng.integers(0, 12)

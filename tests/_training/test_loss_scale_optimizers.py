@@ -13,7 +13,7 @@ import pytest
 
 import jaxmp
 
-from support import assert_same, slow_when
+from support import assert_same, ones, slow_when
 
 RATE = {"learning_rate": 0.1}
 
@@ -104,7 +104,7 @@ def make(name):
 
 def make_params(name, size=4):
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(size, size)), "float32"), "b": jnp.ones(4)}
+    params = {"w": jnp.asarray(rng.normal(size=(size, size)), "float32"), "b": ones(4)}
     if name == "scale_by_muon":  # which takes matrices only
         del params["b"]
     return optax.LookaheadParams.init_synced(params) if name == "lookahead" else params
@@ -115,7 +115,7 @@ def loss_fn(params):
 
 
 def make_grads(name, params):
-    grads = jax.grad(loss_fn)(params.fast if name == "lookahead" else params)
+    grads = jax.jit(jax.grad(loss_fn))(params.fast if name == "lookahead" else params)
     if name in ("differentially_private_aggregate", "dpsgd"):  # which take one per example
         return jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
     return grads
@@ -133,20 +133,17 @@ def types(tree):
     return jax.tree.map(lambda x: (jnp.shape(x), x.dtype, getattr(x, "weak_type", False)), tree)
 
 
-# One of each kind: moments, factors, matrices, random numbers, two sets of parameters, a schedule,
-# an optimizer around another, one for each label. Line searches, second derivatives are slow.
+# One of each kind: moments, random numbers, two sets of parameters, a schedule, an optimizer around
+# another, one for each label. Factors, matrices, line searches and second derivatives are slow.
 BY_DEFAULT = {
-    "adafactor",
     "adamw",
     "apply_if_finite",
     "inject_hyperparams",
     "lookahead",
     "multi_transform",
-    "muon",
     "noisy_sgd",
     "sam",
     "scale_by_schedule",
-    "schedule_free_sgd",
     "sgd",
 }
 
@@ -174,7 +171,7 @@ def test_a_skip_leaves_no_trace_in_any_optimizer(name):
 
     bad = {**grads, "w": grads["w"].at[..., 1, 2].set(jnp.nan)}
     updates, skipped = optimizer.update(bad, state, params, **extra_args(name, bad, jnp.nan))
-    assert_same(updates, jax.tree.map(jnp.zeros_like, want))
+    assert_same(updates, jax.tree.map(np.zeros_like, want))
     assert_same(skipped.inner_state, state.inner_state)
     assert not skipped.finite
     assert int(skipped.skipped_count) == 1

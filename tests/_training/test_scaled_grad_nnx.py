@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 
 import jaxmp
 
-from support import case, gaussian, slow_when
+from support import case, gaussian, ones, slow_when
 
 
 class Net(nnx.Module):
@@ -39,6 +40,15 @@ OPTIMIZERS = {
 
 def state_of(name):
     return OPTIMIZERS[name].init({"w": X})
+
+
+@functools.cache
+def _template():
+    return nnx.jit(Net)()
+
+
+def net():
+    return nnx.clone(_template())
 
 
 def loss_fn(model, x):
@@ -68,15 +78,22 @@ def test_gradients_that_float16_cannot_hold_are_there():
         low = model.kernel[...].astype(jnp.float16) * x.astype(jnp.float16)
         return jnp.sum(low.astype(jnp.float32)) * 2.0**-30
 
-    model, ones = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), jnp.ones((3, 1))
-    _, grads = jaxmp.value_and_grad(small, state_of("scaled"))(model, ones)
+    model, x = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), ones(3, 1)
+    _, grads = nnx.jit(jaxmp.value_and_grad(small, state_of("scaled")))(model, x)
     np.testing.assert_array_equal(grads.kernel[...], np.full((3, 1), 2.0**-30))
-    np.testing.assert_array_equal(nnx.grad(small)(model, ones).kernel[...], 0)
+    np.testing.assert_array_equal(nnx.jit(nnx.grad(small))(model, x).kernel[...], 0)
 
 
-@pytest.mark.parametrize(("name", "jit"), [("scaled", False), ("scaled", True), ("without", True)])
+@pytest.mark.parametrize(
+    ("name", "jit"),
+    [
+        pytest.param("scaled", False, marks=pytest.mark.slow),
+        ("scaled", True),
+        pytest.param("without", True, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_gradients_and_what_moves_are_those_of_nnx(name, jit):
-    ours, theirs = Net(), Net()
+    ours, theirs = net(), net()
     wrap = nnx.jit if jit else lambda f: f
     step = wrap(lambda model, x: jaxmp.value_and_grad(loss_fn, state_of(name))(model, x))
     want_step = wrap(nnx.value_and_grad(loss_fn))
@@ -90,28 +107,29 @@ def test_loss_gradients_and_what_moves_are_those_of_nnx(name, jit):
 def test_arguments_are_chosen_as_in_jax():
     for argnums in (0, (0, 1), [1, 0], -2, (-2, -1)):
         positive = argnums % 2 if isinstance(argnums, int) else tuple(i % 2 for i in argnums)
-        _, want = nnx.value_and_grad(loss_fn, argnums=positive)(Net(), X)
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        _, want = nnx.value_and_grad(loss_fn, argnums=positive)(model, X)
         name = "without" if argnums == [1, 0] else "scaled"
-        _, grads = jaxmp.value_and_grad(loss_fn, state_of(name), argnums)(Net(), X)
+        _, grads = jaxmp.value_and_grad(loss_fn, state_of(name), argnums)(model, X)
         with case(argnums):
             assert_same(grads, want)
 
 
 def test_aux_and_keyword_arguments():
-    ours = Net()
+    ours = net()
     grad_fn = jaxmp.value_and_grad(with_keywords, state_of("scaled"), has_aux=True)
     assert inspect.signature(grad_fn) == inspect.signature(with_keywords)
     (loss, aux), grads = grad_fn(ours, X, mode="train", factor=jnp.float32(2))
-    want_loss, want = nnx.value_and_grad(loss_fn)(Net(), X)
+    want_loss, want = nnx.value_and_grad(loss_fn)(net(), X)
     np.testing.assert_array_equal(aux["x"], X)
     assert_same((loss, grads), (2 * want_loss, jax.tree.map(lambda g: 2 * g, want)))
 
 
 def test_some_of_the_variables():
     some = nnx.DiffState(0, nnx.PathContains("last"))
-    _, grads = jaxmp.value_and_grad(loss_fn, state_of("scaled"), some)(Net(), X)
+    _, grads = jaxmp.value_and_grad(loss_fn, state_of("scaled"), some)(net(), X)
     assert list(grads) == ["last"]
-    _, want = nnx.value_and_grad(loss_fn, argnums=some)(Net(), X)
+    _, want = nnx.value_and_grad(loss_fn, argnums=some)(net(), X)
     assert_same(grads, want)
 
 
@@ -119,16 +137,16 @@ def test_modules_inside_other_structures():
     def pair_loss(models, x):
         return loss_fn(models["a"], x) + loss_fn(models["b"], x)
 
-    models = {"a": Net(), "b": Net()}
+    models = {"a": net(), "b": net()}
     _, grads = jaxmp.value_and_grad(pair_loss, state_of("scaled"))(models, X)
-    _, want = nnx.value_and_grad(pair_loss)({"a": Net(), "b": Net()}, X)
+    _, want = nnx.value_and_grad(pair_loss)({"a": net(), "b": net()}, X)
     assert_same(grads, want)
     assert int(models["b"].dropout.rngs.count[...]) == 1
 
 
 def test_float16_training_with_an_nnx_optimizer():
     """The loop of README."""
-    model = jaxmp.wrap(Net(), "mixed_float16")
+    model = jaxmp.wrap(net(), "mixed_float16")
     tx = jaxmp.dynamic_loss_scale(optax.adam(1e-2))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -154,7 +172,7 @@ def test_float16_training_with_an_nnx_optimizer():
 @slow_when(lambda jit: not jit)
 @pytest.mark.parametrize("jit", [False, True])
 def test_accumulated_pieces_pass_their_state_on(jit):
-    ours, theirs = Net(), Net()
+    ours, theirs = net(), net()
     wrap = nnx.jit if jit else lambda f: f
 
     @wrap

@@ -85,35 +85,37 @@ class Model(nn.Module):
     def __call__(self, x):
         return nn.Dense(2)(nn.relu(nn.Dense(8)(x)))
 
-model, tx = jaxmp.prepare(Model(), optax.adam(1e-3), "mixed_float16")
-x = jnp.ones((4, 8))
-params = jaxmp.wrap(Model(), "mixed_bfloat16").init(jax.random.key(0), x)["params"]
-state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+def main():
+    model, tx = jaxmp.prepare(Model(), optax.adam(1e-3), "mixed_float16")
+    x = jnp.ones((4, 8))
+    params = jaxmp.wrap(Model(), "mixed_bfloat16").init(jax.random.key(0), x)["params"]
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-def loss_fn(params, batch):
-    return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
+    def loss_fn(params, batch):
+        return jnp.mean(model.apply({"params": params}, batch) ** 2)
 
-@jax.jit
-def step(state, batch):
-    loss, grads = state.value_and_grad(loss_fn)(state.params, batch)
-    return state.apply_gradients(grads=grads), loss
+    @jax.jit
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
 
-for _ in range(2):
     state, loss = step(state, x)
-several = jaxmp.accumulate_gradients(state.value_and_grad(loss_fn), 2)
-loss, grads = several(state.params, x)
-jax.block_until_ready(state.apply_gradients(grads=grads))
-fast = jaxmp.autocast(lambda w, x: jnp.tanh(x @ w), "mixed_bfloat16")
-fast(jnp.ones((8, 8)), x)
-jax.value_and_grad(lambda w: fast(w, x).sum())(jnp.ones((8, 8)))
-jaxmp.value_and_grad(lambda p: loss_fn(p, x), opt_state=state.opt_state)(state.params)
-fast(jaxmp.quantize({"w": jnp.ones((64, 64))}, "int8")["w"], jnp.ones((4, 64)))
-masters = jaxmp.master_weights(optax.adam(1e-3))
-low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-masters.update(low, masters.init(low), low)
-jaxmp.store_state(optax.adam(1e-3), "int8").init(jnp.ones((64, 64)))
-ref = jax.new_ref(jnp.ones(()))
-jaxmp.autocast(lambda w, r: w * r[...], "mixed_bfloat16")(jnp.ones(2), ref)
+    several = jaxmp.accumulate_gradients(state.value_and_grad(loss_fn), 2)
+    loss, grads = several(state.params, x)
+    state.apply_gradients(grads=grads)
+    fast = jaxmp.autocast(lambda w, x: jnp.tanh(x @ w), "mixed_bfloat16")
+    fast(jnp.ones((8, 8)), x)
+    jax.value_and_grad(lambda w: fast(w, x).sum())(jnp.ones((8, 8)))
+    jaxmp.value_and_grad(lambda p: loss_fn(p, x), opt_state=state.opt_state)(state.params)
+    fast(jaxmp.quantize({"w": jnp.ones((64, 64))}, "int8")["w"], jnp.ones((4, 64)))
+    masters = jaxmp.master_weights(optax.adam(1e-3))
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    masters.update(low, masters.init(low), low)
+    jaxmp.store_state(optax.adam(1e-3), "int8").init(jnp.ones((64, 64)))
+    ref = jax.new_ref(jnp.ones(()))
+    jaxmp.autocast(lambda w, r: w * r[...], "mixed_bfloat16")(jnp.ones(2), ref)
+
+jax.eval_shape(main)
 of_linen = "flax.nnx" in sys.modules
 """
 NNX = """

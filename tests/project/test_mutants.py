@@ -7,8 +7,10 @@ import bisect
 from collections import defaultdict
 
 import mutants
+import pytest
 
 
+@pytest.mark.slow
 def test_every_mutant_is_another_program() -> None:
     by_file = defaultdict(list)
     for mutant in mutants.mutants():

@@ -89,6 +89,7 @@ def test_each_folder_of_the_package_has_a_folder_of_tests() -> None:
     assert folders("tests", "test_*.py") == of_package - {"_core", "_core/chips"}
 
 
+@pytest.mark.slow
 def test_a_module_that_compiles_while_it_is_imported_is_not_collected(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     arrays = {"test_jax.py": "jnp.ones(3)", "test_numpy.py": "jax.device_put(np.ones(3))"}
