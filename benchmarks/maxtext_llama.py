@@ -1,10 +1,13 @@
 """MaxText's own Llama, as its trainer builds it: its dtype flag beside a policy.
 
     python benchmarks/maxtext_llama.py [--layers 4]
+    python benchmarks/maxtext_llama.py --block gemma mixtral --remat full minimal
 
 The loss and its gradient, compiled for a TPU v5e: once with MaxText's `dtype=bfloat16`, once with
 `dtype=float32` under `mixed_bfloat16`. Width 1024, 16 heads, batch 8 x 1,024, a vocabulary of
-32,000; nothing is recomputed. Columns:
+32,000. `--block` names MaxText's `decoder_block`, and `--remat` its `remat_policy`: "full" computes
+each layer again in the backward pass ("none" does as well), and "minimal" saves what products
+return. Columns:
 
 * GB: memory traffic, and Mcycles: the compiler's estimate; where layers are scanned, a loop's body
   counts once in both;
@@ -41,6 +44,7 @@ LARGE: Final = {
     "base_num_query_heads": 16,
     "base_num_kv_heads": 16,
     "base_mlp_dim": 2816,
+    "base_moe_mlp_dim": 2816,
     "head_dim": 64,
     "vocab_size": 32000,
     "max_target_length": 1024,
@@ -52,9 +56,16 @@ SMALL: Final = {
     "base_num_query_heads": 4,
     "base_num_kv_heads": 4,
     "base_mlp_dim": 176,
+    "base_moe_mlp_dim": 176,
     "head_dim": 16,
     "vocab_size": 128,
     "max_target_length": 64,
+}
+# What a block needs beside the sizes: as MaxText's own configurations of its models have it.
+BLOCKS: Final[dict[str, dict[str, Any]]] = {
+    "llama2": {},
+    "gemma": {"mlp_activations": ["gelu", "linear"], "logits_via_embedding": True},
+    "mixtral": {"num_experts": 4, "num_experts_per_tok": 2, "sparse_matmul": False},
 }
 VARIANTS: Final = {
     "MaxText, dtype=bfloat16": ("bfloat16", None),
@@ -67,7 +78,6 @@ def model(sizes: dict[str, Any], *, shapes: bool) -> Any:
     options = {
         "run_name": "benchmark",
         "enable_checkpointing": False,
-        "decoder_block": "llama2",
         "attention": "dot_product",
         "dataset_type": "synthetic",
         "base_output_directory": tempfile.gettempdir(),
@@ -75,7 +85,6 @@ def model(sizes: dict[str, Any], *, shapes: bool) -> Any:
         "steps": 2,
         "log_config": False,
         "hardware": "cpu",
-        "remat_policy": "none",
         **sizes,
     }
     with contextlib.redirect_stdout(sys.stderr):
@@ -108,10 +117,9 @@ def loss(net: Any, tokens: Any, positions: Any, segments: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def compiled(dtype: str, policy: str | None, *, layers: int, scanned: bool) -> list[float]:
+def compiled(dtype: str, policy: str | None, options: dict[str, Any]) -> list[float]:
     """The compiler's GB, Mcycles and MiB of temporaries."""
-    sizes = {**LARGE, "base_num_decoder_layers": layers, "scan_layers": scanned, "dtype": dtype}
-    net = model(sizes, shapes=True)
+    net = model({**LARGE, **options, "dtype": dtype}, shapes=True)
     graph, state = nnx.split(jaxmp.wrap(net, policy) if policy else net)
     batch = [jax.ShapeDtypeStruct((8, 1024), jnp.int32)] * 3
 
@@ -123,9 +131,10 @@ def compiled(dtype: str, policy: str | None, *, layers: int, scanned: bool) -> l
     return [row.bytes_accessed / 1e9, cycles / 1e6, row.temporary_bytes / 2**20]
 
 
-def gradient(dtype: str, policy: str | None) -> np.ndarray:
+def gradient(dtype: str, policy: str | None, options: dict[str, Any]) -> np.ndarray:
     """The gradient of one small layer, as one float64 vector."""
-    net = model({**SMALL, "base_num_decoder_layers": 1, "dtype": dtype}, shapes=False)
+    one = {**SMALL, **options, "base_num_decoder_layers": 1, "dtype": dtype}
+    net = model(one, shapes=False)
     tokens = jax.random.randint(jax.random.key(0), (8, 64), 0, 128)
     positions = jnp.broadcast_to(jnp.arange(64), (8, 64))
     net = jaxmp.wrap(net, policy) if policy else net
@@ -134,26 +143,22 @@ def gradient(dtype: str, policy: str | None) -> np.ndarray:
     return np.concatenate([np.asarray(g, np.float64).ravel() for g in leaves])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4, help="of the compiled model")
-    layers = parser.parse_args().layers
-    truth = gradient("float32", None)
+def print_rows(block: str, remat: str, layers: int) -> None:
+    """Prints the rows of a block, unrolled and scanned, and their ratios."""
+    options = {"decoder_block": block, "remat_policy": remat, **BLOCKS[block]}
+    truth = gradient("float32", None, options)
     errors = {
-        name: np.linalg.norm(gradient(*of) - truth) / np.linalg.norm(truth)
+        name: np.linalg.norm(gradient(*of, options) - truth) / np.linalg.norm(truth)
         for name, of in VARIANTS.items()
     }
-    print("| layers   | variant                 |     GB | Mcycles | temp MiB | gradient error |")
-    print("| :------- | :---------------------- | -----: | ------: | -------: | -------------: |")
     for scanned in (False, True):
-        where = "scanned" if scanned else "unrolled"
-        rows = {
-            name: compiled(*of, layers=layers, scanned=scanned) for name, of in VARIANTS.items()
-        }
+        where = f"{block:7} | {remat:7} | {'scanned' if scanned else 'unrolled':8}"
+        at = {**options, "base_num_decoder_layers": layers, "scan_layers": scanned}
+        rows = {name: compiled(*of, at) for name, of in VARIANTS.items()}
         for name, row in rows.items():
             gb, cycles, mib = row
             print(
-                f"| {where:8} | {name:23} | {gb:6.2f} | {cycles:7.1f} | {mib:8.1f} "
+                f"| {where} | {name:23} | {gb:6.2f} | {cycles:7.1f} | {mib:8.1f} "
                 f"| {errors[name]:14.2e} |",
                 flush=True,
             )
@@ -161,10 +166,26 @@ def main() -> None:
         gb, cycles, mib = (b / a for a, b in zip(hand, jaxmps, strict=True))
         first, second = errors.values()
         print(
-            f"| {where:8} | {'jaxmp / MaxText':23} | {gb:6.3f} | {cycles:7.3f} | {mib:8.3f} "
+            f"| {where} | {'jaxmp / MaxText':23} | {gb:6.3f} | {cycles:7.3f} | {mib:8.3f} "
             f"| {second / first:14.3f} |",
             flush=True,
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4, help="of the compiled model")
+    parser.add_argument("--block", nargs="+", choices=list(BLOCKS), default=["llama2"])
+    parser.add_argument("--remat", nargs="+", default=["full"], help="MaxText's remat_policy")
+    args = parser.parse_args()
+    print(
+        "| block   | remat   | layers   | variant                 |     GB | Mcycles | temp MiB "
+        "| gradient error |"
+    )
+    print("| :-- | :-- | :-- | :-- | --: | --: | --: | --: |")
+    for block in args.block:
+        for remat in args.remat:
+            print_rows(block, remat, args.layers)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxmp
 
@@ -19,11 +20,23 @@ WIDTH, ROWS = 64, 16
 
 
 class Program(NamedTuple):
-    """A loss, the types of its arguments, and whether a trace after the first one is timed."""
+    """A loss, and the types of its arguments.
+
+    Attributes:
+      loss: as it is written.
+      shapes: of its arguments.
+      later: whether a trace after the first one is timed.
+      wrapped: the loss of the wrapped model, given a policy; None: the loss under `autocast`.
+    """
 
     loss: Callable[..., jax.Array]
     shapes: tuple[Any, ...]
     later: bool = False
+    wrapped: Callable[[str], Callable[..., jax.Array]] | None = None
+
+    def under(self, policy: str) -> Callable[..., jax.Array]:
+        """The loss under a policy."""
+        return (self.wrapped or functools.partial(jaxmp.autocast, self.loss))(policy)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -161,6 +174,47 @@ def flash_attention(layers: int) -> Program:
     return Program(loss, ([_float32(WIDTH, 3 * WIDTH)] * layers, _float32(ROWS, WIDTH)), later=True)
 
 
+class _ConvNet(nn.Module):
+    """Convolutions with BatchNorm, then Dropout and a head."""
+
+    blocks: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(self.blocks):
+            x = nn.Conv(16 * 2**i, (3, 3), strides=2)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+        x = nn.Dropout(0.1, deterministic=False)(x.reshape(x.shape[0], -1))
+        return nn.Dense(10)(x)
+
+
+def conv_net(blocks: int) -> Program:
+    """A wrapped Linen model with averages and dropout, in its training step's loss."""
+    model = _ConvNet(blocks)
+    images, labels = _float32(8, 32, 32, 3), jax.ShapeDtypeStruct((8,), jnp.int32)
+    key = jax.eval_shape(jax.random.key, 0)
+    variables = jax.eval_shape(model.init, {"params": key, "dropout": key}, images)
+
+    def loss_of(model: nn.Module) -> Callable[..., jax.Array]:
+        def loss(
+            params: Any, averages: Any, key: jax.Array, images: jax.Array, labels: jax.Array
+        ) -> jax.Array:
+            logits, _ = model.apply(
+                {"params": params, "batch_stats": averages},
+                images,
+                rngs={"dropout": key},
+                mutable=["batch_stats"],
+            )
+            each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return each.mean()
+
+        return loss
+
+    shapes = variables["params"], variables["batch_stats"], key, images, labels
+    wrapped = lambda policy: loss_of(jaxmp.wrap(model, policy))  # noqa: E731
+    return Program(loss_of(model), shapes, wrapped=wrapped)
+
+
 # By name: how a program is made, and its sizes.
 PROGRAMS: dict[str, tuple[Callable[[int], Program], tuple[int, ...]]] = {
     "lm": (language_model, (4, 12, 24)),
@@ -168,6 +222,7 @@ PROGRAMS: dict[str, tuple[Callable[[int], Program], tuple[int, ...]]] = {
     "remat": (functools.partial(calls, jax.checkpoint), (8, 32, 64)),
     "nested": (nested, (4, 8)),
     "nn.remat": (rematted_language_model, (4,)),
+    "BatchNorm": (conv_net, (3,)),
     "lines": (lines, (2000,)),
     "flash": (flash_attention, (1,)),
 }
