@@ -29,6 +29,7 @@ import jaxmp
 from jaxmp import dynamic_loss_scale, master_weights, store_state
 from jaxmp._training import stored_array
 from jaxmp._training.stored_array import (
+    _near,
     block_axis,
     block_count,
     decode,
@@ -319,6 +320,18 @@ def test_neighbors_of_what_is_stored_keep_its_bits(dtype):
         assert_same(onto(stored, np.nextafter(decoded, np.float32(end))), stored)
     changed = decoded * np.float32(1 + 2.0**-20)  # a step can be as small as that
     assert np.any(onto(stored, changed).scale != stored.scale)
+
+
+def test_the_two_ways_of_decoding_are_near():
+    """XLA divides constants, and multiplies all else by the inverse, before the fourth power."""
+    levels, largest = np.arange(1, 128, dtype=np.float32), np.float32(127)
+    scales = 1 + np.random.default_rng(0).random((1000, 1), np.float32)
+    one, two = (
+        np.square(np.square(root)) * scales
+        for root in (levels / largest, levels * (np.float32(1) / largest))
+    )
+    assert _near(one, two).all()
+    assert not _near(one, one * np.float32(1 + 2.0**-20)).any()
 
 
 # Training.
