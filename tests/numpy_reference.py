@@ -114,7 +114,7 @@ def _equation(eqn: Any, operands: list[Any], rounding: Rounding | None) -> list[
 
 
 def _as_said(out: Any, aval: Any, eqn: Any) -> Any:
-    out = np.asarray(out)
+    out = _array(out)
     if out.dtype != aval.dtype or out.shape != tuple(aval.shape):
         raise TypeError(f"{eqn.primitive}: {out.dtype}{out.shape} in place of {aval}")
     return out
@@ -346,7 +346,15 @@ def _convert(_: Any, x: Any, *, new_dtype: Any, **_params: Any) -> Any:
 
 @rule("bitcast_convert_type")
 def _bitcast(eqn: Any, x: Any, *, new_dtype: Any) -> Any:
-    return np.ascontiguousarray(x).view(new_dtype).reshape(eqn.outvars[0].aval.shape)
+    """Numbers of 4 bits are bytes in NumPy, and two to a byte where they are packed."""
+    shape, new = eqn.outvars[0].aval.shape, np.dtype(new_dtype)
+    if x.dtype.itemsize == new.itemsize == 1 and x.ndim > len(shape):
+        low, high = np.moveaxis(x.view(np.uint8) & 15, -1, 0)
+        return (low | high << 4).view(new)
+    if x.dtype.itemsize == new.itemsize == 1 and x.ndim < len(shape):
+        both = x.view(np.uint8)
+        return np.stack([both & 15, both >> 4], -1).view(new)
+    return np.ascontiguousarray(x).view(new).reshape(shape)
 
 
 @rule("reduce_precision")

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from numpy_reference import RULES, rule
 
 from jaxmp._core.decide.by_recipe import kind_of
 from jaxmp._core.products.derivative import contract
@@ -29,22 +28,6 @@ NUMPY = {
     "int8": np.int8,
 }
 TINY = np.finfo(np.float32).tiny
-
-
-_of_whole_bytes = RULES["bitcast_convert_type"]
-
-
-@rule("bitcast_convert_type")
-def _bitcast(eqn, x, *, new_dtype):
-    """Numbers of 4 bits are bytes in NumPy, and two to a byte where they are packed."""
-    shape, new = eqn.outvars[0].aval.shape, np.dtype(new_dtype)
-    if x.dtype.itemsize == new.itemsize == 1 and x.ndim > len(shape):
-        low, high = np.moveaxis(x.view(np.uint8) & 15, -1, 0)
-        return (low | high << 4).view(new)
-    if x.dtype.itemsize == new.itemsize == 1 and x.ndim < len(shape):
-        both = x.view(np.uint8)
-        return np.stack([both & 15, both >> 4], -1).view(new)
-    return _of_whole_bytes(eqn, x, new_dtype=new_dtype)
 
 
 def quantized(x, short, axes):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 # Run by default; the others behind `-m slow`. One of each kind of structure: a recurrence, batch
-# statistics, a rule of its own, routing, a configured dtype, places, rigid frames, a library.
+# statistics, a rule of its own, routing, a configured dtype, rigid frames, a library.
 REPRESENTATIVE = frozenset(
     {
         "configured_lm",
-        "gemma",
         "mixture_of_experts",
         "nnx_cnn",
         "ppo",
     }
 )
 
-# Of these, those that compile in a second or two: by default, their numbers are looked at too.
+# Of these, those for which float32 is seen to be the identity by default.
 QUICK = frozenset({"mixture_of_experts", "nnx_cnn"})
 
 # Contractions of the forward program that stay float32 though their operands are ours, and why:

@@ -65,9 +65,7 @@ COMPILER_OPTIONS = {
 }
 
 
-# Gemma is slow to build; its soft caps and its grouped queries are in `test_attention`, its places
-# are of the numeric programs.
-pytestmark = slow_when(lambda name: name not in REPRESENTATIVE - {"gemma"})
+pytestmark = slow_when(lambda name: name not in REPRESENTATIVE)
 TOGETHER = "name"  # tests/conftest.py: one model's tests share what they compile
 
 
