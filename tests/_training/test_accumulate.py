@@ -134,14 +134,15 @@ def test_float0_none_complex_and_float8_scales():
         "n": jnp.arange(3),
         "none": None,
         "z": jnp.ones(2, jnp.complex64),
-        "_overwrite_with_gradient": jnp.zeros(2),
+        "_overwrite_with_gradient": jnp.zeros(2, jnp.bfloat16),
     }
 
     def grad_fn(params, x):
         grads = jax.grad(
             lambda p: jnp.sum(p["w"]) * jnp.mean(x) + jnp.sum(jnp.abs(p["z"])), allow_int=True
         )(params)
-        grads["_overwrite_with_gradient"] = jnp.stack([jnp.max(x), -jnp.max(x)])
+        largest = jnp.stack([jnp.max(x), -jnp.max(x)])
+        grads["_overwrite_with_gradient"] = largest.astype(jnp.bfloat16)
         return jnp.mean(x), grads
 
     x = jnp.array([1.0, 2.0, 3.0, 6.0])
@@ -153,6 +154,7 @@ def test_float0_none_complex_and_float8_scales():
     assert grads["none"] is None
     assert grads["z"].dtype == jnp.complex64
     np.testing.assert_array_equal(grads["z"], [1, 1])
+    assert grads["_overwrite_with_gradient"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(grads["_overwrite_with_gradient"], [6, -3])
 
 
