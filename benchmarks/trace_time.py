@@ -30,8 +30,6 @@ import jax
 from autocast_aot import FLOAT32, JAXMP, JAXMP_AGAIN, POLICIES, loss_of, versions
 from trace_programs import EAGER, PROGRAMS, Program
 
-import jaxmp
-
 from models import trace_case
 
 LIMITS = {JAXMP: 1.25, JAXMP_AGAIN: 1.5}
