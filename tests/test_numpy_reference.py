@@ -192,6 +192,13 @@ STRUCTURED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "fft": (lambda x: jnp.abs(jnp.fft.rfft(x)), (X,)),
     "random": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), (X,)),
     "bits": (lambda x: lax.bitcast_convert_type(x, jnp.int32) >> 3, (X,)),
+    "two numbers in a byte": (
+        lambda x: [
+            lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int4), jnp.uint8),
+            lax.bitcast_convert_type(x, jnp.int4).astype(jnp.int8),
+        ],
+        (np.arange(256, dtype=np.uint8),),
+    ),
     "converted": (
         lambda x: [(1000 * x).astype(d) for d in (jnp.int8, jnp.uint8, jnp.bool_, jnp.int32)],
         (np.array([np.nan, np.inf, -np.inf, 0.1, 3e6, -0.7, 1e9], np.float32),),
