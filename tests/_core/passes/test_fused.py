@@ -289,6 +289,21 @@ def test_another_platform_computes_the_same_without_a_kernel(name: str) -> None:
     check(*FOUND[name][:2])
 
 
+def test_a_bias_is_scaled_in_float32_and_then_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bias_of(_call: KernelCall, _q: Any, _k: Any, _v: Any, bias: Any, _mask: Any) -> Any:
+        return jnp.moveaxis(bias, 1, 2)[..., :WIDTH]  # in place of the attention
+
+    monkeypatch.setattr(kernels, "CUDNN", Kernel("stand-in", "cpu", bias_of))
+
+    def attention(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return weighted((scores_of(q, k) + bias) * 0.3, v)
+
+    bias = np.broadcast_to(BIAS, (BATCH, *BIAS.shape))
+    out = jaxmp.autocast(attention, FUSED)(Q, K, V, bias)
+    want = (bias * np.float32(0.3)).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(out, np.moveaxis(want, 1, 2)[..., :WIDTH])
+
+
 @pytest.mark.usefixtures("elsewhere")
 def test_neither_scores_nor_probabilities_are_made_or_kept() -> None:
     fused = jaxmp.autocast(biased, FUSED)
