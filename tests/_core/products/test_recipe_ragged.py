@@ -60,7 +60,9 @@ def made(recipe):
 
 def all_three(recipe, x, w, g, sizes):
     low = (v.astype(jnp.bfloat16) for v in (x, w, g))
-    return [np.asarray(v, np.float64) for v in made(recipe)(*low, jnp.array(sizes, jnp.int32))]
+    found = made(recipe)(*low, jnp.array(sizes, jnp.int32))
+    assert [v.dtype for v in found] == [jnp.bfloat16] * 3
+    return [np.asarray(v, np.float64) for v in found]
 
 
 @slow_when(lambda recipe: recipe == int8())
