@@ -31,6 +31,12 @@ def margin_of_a_gate_by_erf(k: Plain, x, w, out):
 
 
 @program("gates", _gate)
+def scales_of_a_coupling_layer(k: Plain, x, w, out):
+    scale = jax.nn.softplus(_normalized(k, x, w)) + 0.01
+    return jnp.mean(k.mm(x * scale, out) ** 2) - jnp.mean(jnp.log(scale))
+
+
+@program("gates", _gate)
 def probability_made_from_a_sum(k: Plain, x, w, out):
     energy = jnp.sum(k.up(k.mm(x, w)).reshape(64, 2, 4) ** 2, -1) / 4
     p = jax.nn.sigmoid(energy)

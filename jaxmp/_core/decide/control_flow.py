@@ -93,7 +93,7 @@ def _narrowed_on_entry(
         return leaves and demand & ~PRODUCT == CONTRACTION
 
     narrowed = _narrowed(facts, values, facts.demands(inner, asked), narrows)
-    if any(facts.plan(inner, narrowed, asked).outs):
+    if narrowed != values and any(facts.plan(inner, narrowed, asked).outs):
         return narrowed, asked
     return values, wanted
 

@@ -17,7 +17,7 @@ from jaxmp._core.decide.frame import Decision, Facts
 from jaxmp._core.execute.bind import Bind, Dot, Scale
 from jaxmp._core.jaxprs.callers import in_associative_scan
 from jaxmp._core.jaxprs.compat import shape_of
-from jaxmp._core.plan.demand import ANGLE, CONTRACTION, INDEX, OPERAND, STEEP
+from jaxmp._core.plan.demand import ANGLE, CONTRACTION, FULL, INDEX, OPERAND, STEEP
 from jaxmp._core.plan.plan import NO_ORIGINS, OriginId, Value, dtypes_of
 from jaxmp._core.plan.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
 from jaxmp._core.plan.provenance import (
@@ -87,10 +87,14 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
 
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
-    """Decides a `promote` op of float32 operands alone; None where it leaves a normalization."""
+    """Decides a `promote` op of float32 operands alone; None where it leaves a normalization.
+
+    The last affine op does; a function of the result, such as a softplus, if only contractions
+    want it: what else reads it would read the rounded function, and its derivative likewise.
+    """
     derived = any(v.origins for v in full) and not any(v.blocks_narrowing for v in full)
     if derived and name != "exp" and not facts.is_wanted_by(STEEP):
-        if name not in AFFINE or _is_end(full):
+        if _is_end(full) if name in AFFINE else not facts.is_wanted_by(FULL):
             return None
         if name == "add" and any(v.provenance == PARAMETER for v in full):
             return Decision(Kind.ENDS_NORMALIZATION.of(), kept=facts.rules.low)
