@@ -31,6 +31,13 @@ def margin_of_a_gate_by_erf(k: Plain, x, w, out):
 
 
 @program("gates", _gate)
+def log_sigmoid_beside_a_layer(k: Plain, x, w, out):
+    """A bonus for each gate that is open: of what it depends on, normalizing leaves little."""
+    s = jax.nn.log_sigmoid(_normalized(k, x, w))
+    return jnp.mean(k.mm(s, out)) - jnp.sum(s)
+
+
+@program("gates", _gate)
 def scales_of_a_coupling_layer(k: Plain, x, w, out):
     scale = jax.nn.softplus(_normalized(k, x, w)) + 0.01
     return jnp.mean(k.mm(x * scale, out) ** 2) - jnp.mean(jnp.log(scale))

@@ -214,6 +214,30 @@ PARTS: dict[str, tuple[Callable[[jax.Array], Any], str, str]] = {
 }
 
 
+def test_a_jit_that_reads_float32_alone_is_given_it_as_other_readers_are() -> None:
+    """Cotangents of a mean, a deviation and the value itself, which nearly cancel, are summed."""
+
+    def standardized(h: jax.Array) -> jax.Array:
+        return jnp.sum((h - jnp.mean(h)) / jnp.std(h))  # a jit in a jit
+
+    @jax.jit
+    def multiplied(h: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.exp(h)) + jnp.sum(h @ W)
+
+    def product_then(fn: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+        return jaxmp.autocast(lambda x, y: fn(x @ y), "mixed_bfloat16")
+
+    def given(name: str, fn: Callable[[jax.Array], jax.Array]) -> set[str]:
+        eqns = iter_eqns(jaxpr_of(product_then(fn), X, Y))
+        calls = [eqn for eqn in eqns if eqn.params.get("name") == name]
+        return {str(call.invars[0].aval.dtype) for call in calls}
+
+    assert given("_std", standardized) == given("_var", standardized) == {"float32"}
+    assert set(dtypes("add_any", jax.grad(product_then(standardized)), X, Y)) == {"float32"}
+    assert given("_std", jnp.std) == {"bfloat16"}  # nothing else reads it
+    assert given("multiplied", lambda h: multiplied(h) + jnp.max(jnp.exp(h))) == {"bfloat16"}
+
+
 def test_parts_that_float32_operations_read_are_widened_as_a_whole() -> None:
     for name, (fn, op, reason) in PARTS.items():
         rows = jaxmp.explain(lambda x, y, fn=fn: fn(x @ y), "mixed_bfloat16")(X, Y).rows
