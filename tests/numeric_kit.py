@@ -61,6 +61,10 @@ class Plain:
         """A bias, a scale, an embedding: layers written by hand cast it to the dtype they have."""
         return x
 
+    def down(self, x: Any) -> jax.Array:
+        """What a layer computed in float32 and returns: by hand, in the dtype it has."""
+        return x
+
     def mm(self, a: Any, b: Any) -> jax.Array:
         return self._product(jnp.matmul, a, b)
 
@@ -99,6 +103,9 @@ class Hand(Plain):
         return fn(*rounded).astype(self.low)
 
     def param(self, x: Any) -> jax.Array:
+        return x.astype(self.low)
+
+    def down(self, x: Any) -> jax.Array:
         return x.astype(self.low)
 
     def _start(self, body: Any, init: Any) -> Any:

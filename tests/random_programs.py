@@ -21,6 +21,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -652,3 +653,12 @@ class Rounding:
         jaxpr = compat.closed(jaxpr).jaxpr
         handed_on = [not hasattr(v, "val") and v in jaxpr.invars for v in jaxpr.outvars]
         return [self(o) if same else o for o, same in zip(outs, handed_on, strict=True)]
+
+
+def random_settings(share: int) -> hypothesis.settings:
+    """One `share`-th of the profile's examples."""
+    return hypothesis.settings(
+        max_examples=max(hypothesis.settings().max_examples // share, 3),
+        suppress_health_check=list(hypothesis.HealthCheck),
+        print_blob=True,
+    )

@@ -31,7 +31,7 @@ from accuracy import FLOAT32_ORDER, FLOORS, ROUNDING, SPREADS
 from contraction_floor import rounded_contractions
 from hypothesis import strategies as st
 from numpy_reference import run
-from random_programs import Program, Rounding
+from random_programs import Program, Rounding, random_settings
 
 import jaxmp
 
@@ -52,15 +52,6 @@ NESTED = {"jit", "scan", "while", "cond", "remat2", "custom_jvp_call", "custom_v
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     return Program.draw(lambda n: draw(st.integers(0, n - 1)))
-
-
-def random_settings(share: int) -> hypothesis.settings:
-    """One `share`-th of the profile's examples."""
-    return hypothesis.settings(
-        max_examples=max(hypothesis.settings().max_examples // share, 3),
-        suppress_health_check=list(hypothesis.HealthCheck),
-        print_blob=True,
-    )
 
 
 def spreads(program: Program, jaxpr: object, want: list[np.ndarray], dtype: object) -> np.ndarray:
