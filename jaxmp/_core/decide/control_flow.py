@@ -82,7 +82,8 @@ def _narrowed_on_entry(
     """Narrows values that would leave a normalization inside a function with its own rule (relu).
 
     The derivative rule then works in 16 bits, and saves 16 bits, as in a hand-written model. That
-    pays off even where a contraction comes only after float32 ops (relu, then a mean).
+    pays off even where a contraction comes only after float32 ops (relu, then a mean). A function
+    that reads them in float32 (softplus) is planned for what wants its results, as any other.
     """
     if not any(demand & (CONTRACTION | CONTRACTION_LATER) for demand in wanted):
         return values, wanted

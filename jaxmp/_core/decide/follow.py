@@ -94,7 +94,8 @@ def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
     """
     derived = any(v.origins for v in full) and not any(v.blocks_narrowing for v in full)
     if derived and name != "exp" and not facts.is_wanted_by(STEEP):
-        if _is_end(full) if name in AFFINE else not facts.is_wanted_by(FULL):
+        leaves = _is_end(full) if name in AFFINE else not facts.is_wanted_by(FULL)
+        if leaves:
             return None
         if name == "add" and any(v.provenance == PARAMETER for v in full):
             return Decision(Kind.ENDS_NORMALIZATION.of(), kept=facts.rules.low)
