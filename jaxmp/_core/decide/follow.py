@@ -89,12 +89,14 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
     """Decides a `promote` op of float32 operands alone; None where it leaves a normalization.
 
-    The last affine op does; a function of the result, such as a softplus, if only contractions
-    want it: what else reads it would read the rounded function, and its derivative likewise.
+    The last affine op does, and what masks the result; a function of it, such as a softplus, if
+    only contractions want it: what else reads it would read the rounded function, and its
+    derivative likewise.
     """
     derived = any(v.origins for v in full) and not any(v.blocks_narrowing for v in full)
     if derived and name != "exp" and not facts.is_wanted_by(STEEP):
-        leaves = _is_end(full) if name in AFFINE else not facts.is_wanted_by(FULL)
+        masks = name == "select_n" and sum(not v.constant for v in full) == 1
+        leaves = _is_end(full) if name in AFFINE else masks or not facts.is_wanted_by(FULL | ANGLE)
         if leaves:
             return None
         if name == "add" and any(v.provenance == PARAMETER for v in full):

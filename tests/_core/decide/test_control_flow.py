@@ -121,6 +121,24 @@ def test_a_function_with_its_own_derivative_is_narrowed_at_its_door() -> None:
     })  # fmt: skip
 
 
+def test_a_function_of_normalized_values_that_float32_reads_too() -> None:
+    """It is narrowed for a product alone; what only masks them is, whatever else reads it."""
+    check({
+        "a sine": (
+            lambda x, w, ws, b: (y := jax.nn.log_sigmoid(normalized(x @ w))) @ w + jnp.sin(y),
+            "max", FULL, NOT_LOW,
+        ),
+        "a product": (
+            lambda x, w, ws, b: jax.nn.log_sigmoid(normalized(x @ w)) @ w,
+            "max", LOW, LEAVES,
+        ),
+        "a sine, of masked ones": (
+            lambda x, w, ws, b: (y := jnp.where(x > 0, normalized(x @ w), 0.0)) @ w + jnp.sin(y),
+            "select_n", LOW, LEAVES,
+        ),
+    })  # fmt: skip
+
+
 def test_the_bias_that_ends_a_normalization() -> None:
     check({
         "its bias": (
