@@ -105,8 +105,7 @@ class Hand(Plain):
     def param(self, x: Any) -> jax.Array:
         return x.astype(self.low)
 
-    def down(self, x: Any) -> jax.Array:
-        return x.astype(self.low)
+    down = param
 
     def _start(self, body: Any, init: Any) -> Any:
         """`init`, widened where `body` returns more than it is given."""

@@ -93,7 +93,11 @@ def _reads(step: Step) -> Iterator[tuple[Any, bool]]:
 
 
 def _operands_widened(step: Step) -> frozenset[int]:
-    """Returns the operands of a jit that are low, and that its function reads in float32 alone."""
+    """Returns the operands of a jit that are low, and that its function reads in float32 alone.
+
+    None of another call: `jax.checkpoint` would save them in float32, and derivative rules by hand
+    are written for the dtype that they are given.
+    """
     if step.eqn.primitive.name != "jit" or not step.plans:
         return frozenset()
     [plan] = step.plans
